@@ -1,0 +1,31 @@
+# lean: `make demo` shows it working, `make test` runs every test. Both install what they need into .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: install demo test test-fast lint clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+demo: install
+	$(BIN)/python demo/run.py
+
+lint: install
+	$(BIN)/ruff format --check src tests demo
+	$(BIN)/ruff check src tests demo
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+test-fast: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+clean:
+	rm -rf build $(VENV)
