@@ -1,0 +1,54 @@
+"""What `run` and `chat` share: printing an answer as it is made, Ctrl-C, and the account of it."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from leanmoe.engine.llm import LLM, Completion, Stream
+from leanmoe.engine.memory import peak_bytes
+from leanmoe.units import format_bytes
+
+
+@contextmanager
+def interruptible(stream: Stream) -> Iterator[None]:
+    """The first Ctrl-C ends the answer after the token being computed; a second one ends the command."""
+
+    def cancel(signum: int, frame: FrameType | None) -> None:
+        if stream.cancelled():
+            raise KeyboardInterrupt
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def show(stream: Stream, *, silent: bool = False) -> Completion:
+    """Prints the answer's pieces as they come, unless `silent`; returns the whole."""
+    with interruptible(stream):
+        for piece in stream:
+            if not silent:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    if not silent:
+        print(flush=True)
+    assert stream.completion is not None
+    return stream.completion
+
+
+def summary(llm: LLM, done: Completion) -> str:
+    """One line: speeds, hit rate, bytes read for each token, peak memory against the budget."""
+    usage = done.usage
+    parts = [
+        f"prompt {usage.prompt_tokens - usage.reused_tokens} tokens at {usage.prompt_rate:.1f}/s",
+        f"answer {usage.completion_tokens} tokens at {usage.decode_rate:.1f}/s",
+    ]
+    if llm.spec.router is not None:
+        parts.append(f"hit rate {usage.experts.hit_rate:.1%}")
+        parts.append(f"read {format_bytes(usage.experts.bytes_read)}")
+    parts.append(f"peak {format_bytes(peak_bytes())} of {format_bytes(llm.plan.memory)}")
+    return " | ".join(parts)

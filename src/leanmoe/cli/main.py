@@ -1,0 +1,62 @@
+"""The `lean` command: arguments in, tables and text out. How anything is done is not known here."""
+
+import logging
+import sys
+
+import typer
+
+from leanmoe import __version__
+from leanmoe.cli.chat import chat
+from leanmoe.cli.pack_commands import info, pack, verify
+from leanmoe.cli.plan import plan
+from leanmoe.cli.run import run
+from leanmoe.errors import LeanError, UsageError
+
+app = typer.Typer(
+    help="Run Mixture-of-Experts models that are larger than memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"lean {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks and details on stderr."),
+) -> None:
+    """Run Mixture-of-Experts models that are larger than memory."""
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="lean: %(message)s", stream=sys.stderr)
+
+
+for command in (pack, info, verify, plan, run, chat):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs `lean`. Errors a user can cause end in one message and exit code 1, or 2 for misuse."""
+    try:
+        app()
+    except LeanError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"lean: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        print("lean: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; nothing is left to say
+        sys.exit(1)
+    except (OSError, MemoryError) as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"lean: {error or 'out of memory'}", file=sys.stderr)
+        sys.exit(1)

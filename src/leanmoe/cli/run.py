@@ -1,0 +1,81 @@
+"""`lean run`: one prompt, one answer, streamed."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leanmoe.cli import options as opt
+from leanmoe.errors import UsageError
+
+
+def run(
+    pack: Annotated[Path, typer.Argument(help="A .lmpack directory, made by `lean pack`.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+    special: Annotated[bool, typer.Option(help="With --raw: special tokens may be written in the prompt.")] = False,
+    system: opt.System = None,
+    max_tokens: opt.MaxTokens = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    temperature: opt.Temperature = 0.8,
+    top_k: opt.TopK = 40,
+    top_p: opt.TopP = 0.95,
+    min_p: opt.MinP = 0.05,
+    repeat_penalty: opt.RepeatPenalty = 1.0,
+    seed: opt.Seed = None,
+    memory: opt.Memory = None,
+    vram: opt.Vram = None,
+    device: opt.DeviceNames = None,
+    context: opt.Context = None,
+    kv_type: opt.KvType = "f16",
+    chunk: opt.Chunk = None,
+    threads: opt.Threads = None,
+    readers: opt.Readers = 4,
+    verify: opt.Verify = "first",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one machine-readable record instead.")] = False,
+) -> None:
+    """Answer one prompt. The prompt is a user's message where the model has a chat template (see --raw)."""
+    from leanmoe.cli.generate import show, summary
+    from leanmoe.engine.llm import LLM
+
+    config = opt.engine_config(memory, vram, device, context, kv_type, chunk, threads, readers, verify)
+    text = _prompt(prompt, file)
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "seed": seed,
+    }
+    with LLM(pack, **asdict(config)) as llm:
+        if raw or not llm.has_chat_template:
+            if system is not None:
+                raise UsageError("--system needs a chat template; this run has none")
+            stream = llm.stream(text, max_tokens=max_tokens, stop=stop or (), special=special, **sampling)
+        else:
+            if special:
+                raise UsageError("--special goes with --raw")
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": text})
+            stream = llm.stream_chat(messages, max_tokens=max_tokens, stop=stop or (), **sampling)
+        done = show(stream, silent=as_json)
+        if as_json:
+            print(json.dumps(llm.record(done), ensure_ascii=False))
+        else:
+            print(summary(llm, done), file=sys.stderr)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise UsageError("give the prompt with -p TEXT, or with -f FILE")
+    try:
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        return sys.stdin.read() if prompt == "-" else prompt or ""
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})") from None

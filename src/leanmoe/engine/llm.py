@@ -1,0 +1,358 @@
+"""`LLM`: a packed model, ready to answer. The public Python API."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from leanmoe import kernels
+from leanmoe.engine.config import EngineConfig
+from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes
+from leanmoe.engine.plan import MemoryPlan, plan_memory
+from leanmoe.engine.sampling import Sampler, SamplingParams
+from leanmoe.engine.sequence import Sequence, decode, prefill
+from leanmoe.errors import UsageError
+from leanmoe.experts import CacheStats, ExpertPool, Placement, device
+from leanmoe.models.batch import Batch
+from leanmoe.models.decoder import Decoder
+from leanmoe.models.registry import model_spec
+from leanmoe.models.state import KV_TYPES
+from leanmoe.models.trunk import Trunk
+from leanmoe.pack import Pack, open_pack
+from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
+from leanmoe.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one answer took. Times in seconds, `experts` counts look-ups and reads during it."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+    prompt_seconds: float
+    decode_seconds: float
+    experts: CacheStats
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens computed per second."""
+        return (self.prompt_tokens - self.reused_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens generated per second, the first one excepted: its logits came from the prompt."""
+        return (self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer. `finish_reason` is "stop", "length" or "cancelled"; `tokens` includes a stop token."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    usage: Usage
+
+
+class Stream:
+    """An answer being made: iterate over it for pieces of text; afterwards `completion` is the whole.
+
+    Closing it, or leaving the loop early, ends the answer with reason "cancelled".
+    """
+
+    def __init__(self, pieces: Callable[["Stream"], Iterator[str]]) -> None:
+        self.completion: Completion | None = None
+        self._cancelled = False
+        self._pieces = pieces(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def cancel(self) -> None:
+        """Ends the answer after the token being computed. May be called from a signal handler or a thread."""
+        self._cancelled = True
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+
+class LLM:
+    """A model in a `.lmpack` directory, held within a memory budget.
+
+    `memory` is the budget of the whole process ("4GiB" or bytes; None takes nine tenths of what is free); the
+    other settings are `EngineConfig`'s. Experts stay on disk but for those the budget has slots for. One answer
+    is made at a time; a second caller waits. Use it as a context manager, or call `close`.
+
+    Raises `BudgetError` if the budget is too small (naming one that works), `FormatError` or
+    `ExpertReadError` for a damaged pack, `UnsupportedError` for an architecture lean does not run.
+    """
+
+    def __init__(self, path: str | Path, memory: str | int | None = None, **settings: Any) -> None:
+        settings = {k: tuple(v) if k == "devices" else v for k, v in settings.items()}
+        try:
+            config = EngineConfig(memory=None if memory is None else parse_bytes(memory), **settings)
+        except TypeError as unknown:
+            raise UsageError(f"LLM: {unknown}") from None
+        self.pack: Pack = open_pack(path)
+        self.spec = model_spec(self.pack.trunk)
+        self.tokenizer = Tokenizer.from_metadata(self.pack.trunk.metadata)
+        self._template: ChatTemplate | None = None
+        self.config = replace(config, memory=config.memory or default_budget(), threads=config.threads or _cores())
+        assert self.config.memory is not None
+        assert self.config.threads is not None
+        kernels.set_num_threads(self.config.threads)
+        torch.set_num_threads(self.config.threads)
+        devices = [device(name) for name in self.config.devices]
+        vram = () if config.devices[0] == "cpu" else tuple(config.vram or d.free_bytes() * 9 // 10 for d in devices)
+        self.plan: MemoryPlan = plan_memory(
+            self.spec,
+            self.pack.trunk,
+            self.pack.manifest,
+            self.config,
+            memory=self.config.memory,
+            base=resident_bytes(),
+            vram=vram,
+        )
+        self._lock = Lock()
+        self._pool = self._open_pool(devices)
+        try:
+            self.decoder = self._load()
+            dtype = KV_TYPES[self.config.kv_type]
+            self._sequence = Sequence(self.decoder.new_state(self.plan.context, dtype))
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Completion:
+        """Continues `prompt` (text, or token ids taken as they are). Options as in `stream`."""
+        return _finish(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str | SequenceOf[int],
+        *,
+        max_tokens: int | None = None,
+        stop: SequenceOf[str] = (),
+        special: bool = False,
+        **sampling: Any,
+    ) -> Stream:
+        """Continues `prompt`, handing out text as it is made; never half a character.
+
+        `max_tokens` None goes on to the end of the context. `stop` strings end the text and are not in it.
+        `special` lets the text of special tokens in the prompt stand for them. `sampling` as in `SamplingParams`.
+        The sequence starts afresh, so that the same call with a seed, or temperature 0, gives the same answer.
+        """
+        tokens = self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
+        return self._stream(tokens, max_tokens, stop, sampling, reuse=False)
+
+    def chat(self, messages: SequenceOf[Message], **options: Any) -> Completion:
+        """Answers a conversation: messages like {"role": "user", "content": "..."}. Options as in `stream_chat`."""
+        return _finish(self.stream_chat(messages, **options))
+
+    def stream_chat(
+        self,
+        messages: SequenceOf[Message],
+        *,
+        max_tokens: int | None = None,
+        stop: SequenceOf[str] = (),
+        template: dict[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Answers a conversation through the model's chat template; `template` holds variables for it.
+
+        Tokens that the conversation shares with the previous one keep their KV state and are not computed again.
+        """
+        if self._template is None:
+            self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
+        text = self._template.render(messages, **(template or {}))
+        tokens = self.tokenizer.encode_rendered(text)
+        return self._stream(tokens, max_tokens, stop, sampling, reuse=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return "tokenizer.chat_template" in self.pack.trunk.metadata
+
+    def record(self, done: Completion) -> dict[str, Any]:
+        """An answer and what it took, as plain values: sizes in bytes, times in seconds."""
+        usage = done.usage
+        return {
+            "text": done.text,
+            "tokens": done.tokens,
+            "finish_reason": done.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "reused_tokens": usage.reused_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "prompt_seconds": usage.prompt_seconds,
+            "decode_seconds": usage.decode_seconds,
+            "prompt_tokens_per_second": usage.prompt_rate,
+            "decode_tokens_per_second": usage.decode_rate,
+            "hit_rate": usage.experts.hit_rate,
+            "expert_bytes_read": usage.experts.bytes_read,
+            "model_bytes": self.plan.experts + self.pack.manifest.trunk_bytes,
+            "residency": self.plan.residency,
+            "memory_budget": self.plan.memory,
+            "memory_peak": peak_bytes(),
+        }
+
+    def logits(self, tokens: SequenceOf[int]) -> torch.Tensor:
+        """Logits [T, vocab] float32 after each of T tokens, computed in chunks from an empty sequence."""
+        with self._lock:
+            self._sequence.reset()
+            state = self._sequence.state
+            ids = self._checked(tokens)
+            parts = [ids[i : i + self.plan.chunk] for i in range(0, len(ids), self.plan.chunk)]
+            return torch.cat([self.decoder.forward(Batch.of([(state, part)], all_logits=True)) for part in parts])
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counts of expert look-ups and reads since the model was opened."""
+        return self._pool.stats if self._pool else CacheStats()
+
+    def close(self) -> None:
+        """Stops the readers and lets the memory go. May be called twice."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_pool(self, devices: list[Any]) -> ExpertPool | None:
+        placements = [
+            Placement(dev, plan.slots.nbytes, [n for n in plan.layers if n in self.spec.moe_layers])
+            for dev, plan in zip(devices, self.plan.devices, strict=True)
+            if plan.slots is not None
+        ]
+        if not placements:
+            return None
+        return ExpertPool.open(self.pack, placements, readers=self.config.readers, verify=self.config.verify)
+
+    def _load(self) -> Decoder:
+        where = [torch.device(d.device) for d in self.plan.devices for _ in d.layers]
+
+        def device_of(name: str) -> torch.device:
+            if name.startswith("blk."):
+                return where[int(name.split(".")[1])]
+            return where[0] if name == "token_embd.weight" else where[-1]
+
+        trunk = Trunk.load(self.pack.trunk, self.pack.trunk_digest, device_of)
+        return Decoder(self.spec, trunk, self._pool, where)
+
+    def _checked(self, tokens: SequenceOf[int]) -> list[int]:
+        ids = [int(t) for t in tokens]
+        if not ids:
+            raise UsageError("the prompt is empty; give at least one token")
+        if bad := next((t for t in ids if not 0 <= t < self.spec.vocab), None):
+            raise UsageError(f"token id {bad} is outside the vocabulary (0 to {self.spec.vocab - 1})")
+        return ids
+
+    def _stream(
+        self,
+        tokens: list[int],
+        max_tokens: int | None,
+        stop: SequenceOf[str],
+        sampling: dict[str, Any],
+        *,
+        reuse: bool,
+    ) -> Stream:
+        try:
+            params = SamplingParams(**sampling)
+        except TypeError as unknown:
+            raise UsageError(f"sampling: {unknown}") from None
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"max_tokens is {max_tokens}; wanted 1 or more")
+        ids = self._checked(tokens)
+        if len(ids) > self.plan.context:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens but the context holds {self.plan.context}; raise --context"
+            )
+        answer = _Answer(self, ids, max_tokens, Sampler(params), StopMatcher(list(stop)), reuse)
+        return Stream(answer.pieces)
+
+
+class _Answer:
+    """One answer: prompt in, pieces of text out, and the account of what it took."""
+
+    def __init__(
+        self, llm: LLM, prompt: list[int], max_tokens: int | None, sampler: Sampler, stop: StopMatcher, reuse: bool
+    ) -> None:
+        self._llm, self._prompt, self._max_tokens = llm, prompt, max_tokens
+        self._sampler, self._stop, self._reuse = sampler, stop, reuse
+
+    def pieces(self, stream: Stream) -> Iterator[str]:
+        llm = self._llm
+        with llm._lock:
+            sequence, before, begun = llm._sequence, llm.stats, time.perf_counter()
+            if not self._reuse:
+                sequence.reset()
+            reused = sequence.keep_prefix(self._prompt)
+            logits: torch.Tensor | None = None
+            for logits in prefill(llm.decoder, sequence, self._prompt[reused:], llm.plan.chunk):
+                if stream.cancelled():
+                    break
+            prompted = time.perf_counter()
+            text: list[str] = []
+            tokens: list[int] = []
+            reason = "cancelled"
+            try:
+                if not stream.cancelled():
+                    assert logits is not None
+                    source = decode(llm.decoder, sequence, logits, self._sampler, stream.cancelled)
+                    reason = yield from self._decode(source, tokens, text, stream)
+            finally:
+                done = time.perf_counter()
+                usage = Usage(
+                    len(self._prompt), reused, len(tokens), prompted - begun, done - prompted, llm.stats - before
+                )
+                stream.completion = Completion("".join(text), tokens, reason, usage)
+
+    def _decode(
+        self, source: Iterator[int], tokens: list[int], text: list[str], stream: Stream
+    ) -> Iterator[str]:
+        """Turns tokens into text until something ends it; returns the reason."""
+        detokenizer = self._llm.tokenizer.detokenizer()
+        reason = "length"
+        for token in source:
+            tokens.append(token)
+            if token in self._llm.tokenizer.stop_ids:
+                reason = "stop"
+                break
+            piece, stopped = self._stop.push(detokenizer.push(token))
+            if piece:
+                text.append(piece)
+                yield piece
+            if stopped:
+                return "stop"
+            if len(tokens) == self._max_tokens:
+                break
+            if stream.cancelled():
+                reason = "cancelled"
+                break
+        piece, stopped = self._stop.push(detokenizer.flush())
+        piece += "" if stopped else self._stop.flush()
+        if piece:
+            text.append(piece)
+            yield piece
+        return "stop" if stopped else reason
+
+
+def _finish(stream: Stream) -> Completion:
+    for _ in stream:
+        pass
+    assert stream.completion is not None
+    return stream.completion
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,67 @@
+"""How much memory there is and how much this process uses, as the kernel counts it."""
+
+import os
+from pathlib import Path
+
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory now (VmRSS): heap, libraries, everything."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most bytes that this process ever had in memory (VmHWM)."""
+    return _status("VmHWM")
+
+
+def cgroup_limit() -> int | None:
+    """The memory limit of this process's control group, version 2 or 1; None without one."""
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = _CGROUP_V2, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _CGROUP_V1, "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        while group != root.parent:
+            try:
+                text = (group / name).read_text().strip()
+            except OSError:
+                text = "max"
+            if text != "max":
+                limits.append(int(text))
+            group = group.parent
+    limit = min(limits, default=None)
+    return None if limit is None or limit >= _physical() else limit  # version 1 writes "none" as a huge number
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def default_budget() -> int:
+    """The process budget when none is given: nine tenths of what this process could still have.
+
+    That is the control group's limit, or what it holds now plus what the machine has available.
+    """
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024 + resident_bytes()
+            break
+    else:
+        available = _physical()
+    limit = cgroup_limit()
+    return (available if limit is None else min(available, limit)) * 9 // 10

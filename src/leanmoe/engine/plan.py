@@ -1,0 +1,242 @@
+"""Where every byte of a budget goes, before anything is loaded. Reads headers only, so it takes milliseconds.
+
+`budget = fixed + trunk + state (KV) + scratch + expert slots`: all but the slots is reserved first.
+"""
+
+from dataclasses import dataclass
+
+from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
+from leanmoe.errors import BudgetError, UsageError
+from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
+from leanmoe.formats.gguf import GGUFFile
+from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
+from leanmoe.pack import Manifest, is_expert_tensor
+from leanmoe.units import format_bytes
+
+DEFAULT_CONTEXT = 4096
+CHUNKS = (512, 256, 128, 64, 32)
+
+# Beyond the process as it stands when planned: reader and compute threads, allocator slack, library pages
+# touched later. Measured on the demo model: peak minus all that the plan names is 30 to 60 MiB.
+_FIXED_MARGIN = 80 << 20
+# A process before its weights, for a plan made by another one: interpreter, torch and lean's own libraries.
+_RUNTIME_BYTES = 250 << 20
+# A tokenizer takes about this much for each token of its vocabulary (text, merges, hash tables).
+_TOKENIZER_BYTES = 500
+# Pinned staging and the CUDA runtime's own host memory, for each GPU.
+_CUDA_HOST_BYTES = 600 << 20
+_CUDA_DEVICE_BYTES = 500 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """One device's share: layers, and the bytes it holds of each kind. `slots` is None for a dense model."""
+
+    device: str
+    layers: range
+    budget: int
+    trunk: int
+    state: int
+    scratch: int
+    slots: SlotPlan | None
+
+    @property
+    def used(self) -> int:
+        return self.trunk + self.state + self.scratch + (self.slots.nbytes if self.slots else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The budget's breakdown. `fixed` is host memory that holds no weights; `experts` all expert files' bytes.
+
+    `smallest_memory` is the least host memory that would work with the same context and the smallest chunk.
+    """
+
+    memory: int
+    fixed: int
+    context: int
+    chunk: int
+    experts: int
+    smallest_memory: int
+    devices: tuple[DevicePlan, ...]
+
+    @property
+    def host_used(self) -> int:
+        return self.fixed + sum(d.used for d in self.devices if d.device == "cpu")
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(d.slots.nbytes for d in self.devices if d.slots)
+
+    @property
+    def residency(self) -> float:
+        """Share of the experts' bytes that fits the slots, 0 to 1; 1 for a dense model."""
+        return min(1.0, self.slot_bytes / self.experts) if self.experts else 1.0
+
+    @property
+    def below_working_set(self) -> bool:
+        """Whether one token's experts, over all layers, do not fit: then an LRU would hit almost nothing."""
+        return any(d.slots is not None and d.slots.below_working_set for d in self.devices)
+
+
+def context_length(spec: ModelSpec, config: EngineConfig) -> int:
+    """Tokens of context: the configured number, else the model's own up to 4096.
+
+    Raises `UsageError` above the model's own context length.
+    """
+    if config.context is None:
+        return min(spec.context_length, DEFAULT_CONTEXT)
+    if config.context > spec.context_length:
+        raise UsageError(f"--context {config.context} is more than the model's own {spec.context_length} tokens")
+    return config.context
+
+
+def expected_base(spec: ModelSpec) -> int:
+    """What a process will hold before it loads weights, for a plan made before there is one."""
+    return _RUNTIME_BYTES + spec.vocab * _TOKENIZER_BYTES
+
+
+def plan_memory(
+    spec: ModelSpec,
+    trunk: GGUFFile,
+    manifest: Manifest,
+    config: EngineConfig,
+    *,
+    memory: int,
+    base: int,
+    vram: tuple[int, ...] = (),
+) -> MemoryPlan:
+    """Plans a process of `memory` bytes whose `base` bytes are taken before any weight is loaded.
+
+    `trunk` is the pack's trunk, or a whole GGUF whose expert tensors do not count. `vram` gives the bytes of
+    each CUDA device. Raises `BudgetError` naming the smallest budget that works.
+    """
+    context = context_length(spec, config)
+    on_gpu = config.devices[0] != "cpu"
+    count = len(config.devices)
+    fixed = base + _FIXED_MARGIN + (_CUDA_HOST_BYTES * count if on_gpu else 0)
+    if on_gpu and fixed > memory:
+        raise BudgetError(f"{format_bytes(memory)} of memory is too small; wanted {format_bytes(fixed)} beside a GPU")
+    budgets = tuple(v - _CUDA_DEVICE_BYTES for v in vram) if on_gpu else ((memory - fixed) // count,) * count
+    needs = [
+        _Needs.of(spec, trunk, manifest, layers, context, config, first=i == 0, last=i == count - 1)
+        for i, layers in enumerate(_split_layers(spec.layers, budgets))
+    ]
+    chunk = _chunk(spec, context, config, budgets, needs)
+    scratch = scratch_bytes(spec, chunk, context)
+    for need, budget in zip(needs, budgets, strict=True):
+        if budget < need.floor(scratch):
+            raise _too_small(need, scratch, context, fixed, on_gpu, count, memory if not on_gpu else budget)
+    devices = tuple(
+        DevicePlan(name, need.layers, budget, need.trunk, need.state, scratch, need.slots(budget - scratch))
+        for name, need, budget in zip(config.devices, needs, budgets, strict=True)
+    )
+    experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
+    least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context)
+    smallest = fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs))
+    return MemoryPlan(memory, fixed, context, chunk, experts, smallest, devices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What one device must hold before slots get the rest, and the sizes of its layers' experts."""
+
+    layers: range
+    trunk: int
+    state: int
+    sizes: dict[int, int]
+    counts: dict[int, int]
+    top_k: int
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        trunk: GGUFFile,
+        manifest: Manifest,
+        layers: range,
+        context: int,
+        config: EngineConfig,
+        *,
+        first: bool,
+        last: bool,
+    ) -> "_Needs":
+        """The embedding lives on the first device, the final norm and the output head on the last."""
+        nbytes = 0
+        for name, info in trunk.tensors.items():
+            if name.startswith("blk."):
+                here = int(name.split(".")[1]) in layers and not is_expert_tensor(name)
+            else:
+                here = first if name == "token_embd.weight" else last
+            nbytes += info.nbytes if here else 0
+        state = spec.state_bytes_per_token(KV_ELEMENT_BYTES[config.kv_type]) * context * len(layers) // spec.layers
+        mine = [m for m in manifest.layers if m.layer in layers]
+        sizes = {m.layer: m.layout.file_bytes for m in mine}
+        counts = {m.layer: m.expert_count for m in mine}
+        return cls(layers, nbytes, state, sizes, counts, spec.router.top_k if spec.router else 0)
+
+    def slot_floor(self) -> int:
+        return slot_floor(self.sizes, self.counts, self.top_k) if self.sizes else 0
+
+    def floor(self, scratch: int) -> int:
+        return self.trunk + self.state + scratch + self.slot_floor()
+
+    def slots(self, budget: int) -> SlotPlan | None:
+        free = budget - self.trunk - self.state
+        return plan_slots(self.sizes, self.counts, self.top_k, free) if self.sizes else None
+
+
+def _chunk(
+    spec: ModelSpec, context: int, config: EngineConfig, budgets: tuple[int, ...], needs: list[_Needs]
+) -> int:
+    """Prompt tokens per pass: the most whose scratch does not crowd out the slots, which read for each chunk."""
+    if config.chunk:
+        return config.chunk
+    for chunk in CHUNKS:
+        scratch = scratch_bytes(spec, chunk, context)
+        if all(b - n.floor(scratch) >= 4 * scratch for b, n in zip(budgets, needs, strict=True)):
+            return chunk
+    return CHUNKS[-1]
+
+
+def _too_small(
+    need: _Needs, scratch: int, context: int, fixed: int, on_gpu: bool, count: int, budget: int
+) -> BudgetError:
+    parts = {
+        "trunk": need.trunk,
+        f"KV state for {context} tokens": need.state,
+        "scratch": scratch,
+        "expert slots at the least": need.slot_floor(),
+    }
+    smallest = need.floor(scratch)
+    if on_gpu:
+        smallest += _CUDA_DEVICE_BYTES
+        budget += _CUDA_DEVICE_BYTES
+    else:
+        parts = {"process without weights": fixed, **parts}
+        smallest = fixed + smallest * count
+    sums = " + ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
+    wanted = -(-smallest // 2**20)
+    return BudgetError(
+        f"a budget of {format_bytes(budget)} is too small: {sums}; the smallest that works is {wanted}MiB "
+        "(a shorter --context needs less)"
+    )
+
+
+def scratch_bytes(spec: ModelSpec, chunk: int, context: int) -> int:
+    """Upper estimate of the activations alive at once while a chunk of `chunk` tokens is computed."""
+    a, router = spec.attention, spec.router
+    residual = 6 * spec.hidden
+    attention = 4 * (a.heads + 2 * a.kv_heads) * a.head_dim
+    dense = 3 * max(spec.dense_width if len(spec.moe_layers) < spec.layers else 0, spec.shared_width)
+    moe = router.top_k * (2 * spec.hidden + 3 * spec.expert_width) + 4 * router.experts if router else 0
+    per_token = 4 * (residual + max(attention, dense, moe))
+    mask = 5 * min(chunk, QUERY_BLOCK) * context
+    return chunk * per_token + mask + 3 * 4 * spec.vocab
+
+
+def _split_layers(layers: int, budgets: tuple[int, ...]) -> list[range]:
+    """Consecutive layers for each device, in proportion to its budget."""
+    total = sum(max(b, 1) for b in budgets)
+    ends = [round(layers * sum(max(b, 1) for b in budgets[: i + 1]) / total) for i in range(len(budgets))]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,62 @@
+"""One sequence being generated: the tokens that the network has seen, and what it remembers of them."""
+
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+
+import torch
+
+from leanmoe.engine.sampling import Sampler
+from leanmoe.models.batch import Batch
+from leanmoe.models.decoder import Decoder
+from leanmoe.models.state import SequenceState
+
+
+class Sequence:
+    """A state and the tokens it stands for. `tokens[i]` was fed at position i."""
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self.tokens: list[int] = []
+
+    def reset(self) -> None:
+        self.tokens.clear()
+        self.state.truncate(0)
+
+    def keep_prefix(self, tokens: SequenceOf[int]) -> int:
+        """Forgets what `tokens` does not begin with; returns how many tokens need not be fed again.
+
+        At least one token of `tokens` is always left to feed, since its logits are wanted.
+        """
+        shared = 0
+        for mine, wanted in zip(self.tokens, tokens[:-1], strict=False):
+            if mine != wanted:
+                break
+            shared += 1
+        del self.tokens[shared:]
+        self.state.truncate(shared)
+        return shared
+
+
+def prefill(decoder: Decoder, sequence: Sequence, tokens: SequenceOf[int], chunk: int) -> Iterator[torch.Tensor]:
+    """Feeds `tokens` in chunks; yields the logits [vocab] after each chunk, the last of which starts decoding."""
+    sequence.state.reserve(len(tokens))
+    for begin in range(0, len(tokens), chunk):
+        part = list(tokens[begin : begin + chunk])
+        logits = decoder.forward(Batch.of([(sequence.state, part)]))[0]
+        sequence.tokens.extend(part)
+        yield logits
+
+
+def decode(
+    decoder: Decoder, sequence: Sequence, logits: torch.Tensor, sampler: Sampler, cancelled: Callable[[], bool]
+) -> Iterator[int]:
+    """The token loop: draw from `logits`, hand the token out, feed it, repeat.
+
+    Ends when the context is full or `cancelled` says so; the caller stops it at a stop token.
+    """
+    while True:
+        token = sampler(logits, sequence.tokens)
+        yield token
+        if cancelled() or sequence.state.length >= sequence.state.capacity:
+            return
+        logits = decoder.forward(Batch.of([(sequence.state, [token])]))[0]
+        sequence.tokens.append(token)

@@ -1,0 +1,44 @@
+"""Reading large files past the page cache, so that it does not grow behind a memory budget."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class DirectFile:
+    """An open file. `direct` says that O_DIRECT holds: offsets, lengths and addresses must be page multiples."""
+
+    fd: int
+    direct: bool
+
+    def consumed(self, offset: int, nbytes: int) -> None:
+        """Says that these bytes are not needed in the page cache any more."""
+        if not self.direct:
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def open_direct(path: Path) -> Iterator[DirectFile]:
+    """Opens `path` for reading with O_DIRECT; where the file system refuses it, buffered (logged once)."""
+    try:
+        fd, direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), True
+    except OSError as refused:
+        if isinstance(refused, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        fd, direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        if "direct" not in _said:
+            _said.add("direct")
+            logger.warning(
+                "%s: the file system refuses O_DIRECT (%s); reading through the page cache", path, refused
+            )
+    try:
+        yield DirectFile(fd, direct)
+    finally:
+        os.close(fd)

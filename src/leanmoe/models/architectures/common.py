@@ -1,0 +1,111 @@
+"""What the architectures of the Llama line share: keys, defaults, shapes. Source: GGUF key conventions."""
+
+from dataclasses import replace
+from typing import Literal
+
+from leanmoe.errors import FormatError, UnsupportedError
+from leanmoe.formats.gguf import GGUFFile
+from leanmoe.models.spec import MAX_EXPERTS, MAX_LAYERS, AttentionSpec, Metadata, ModelSpec, RopeSpec, RouterSpec
+
+
+def read_rope(meta: Metadata, style: Literal["neox", "norm"], head_dim: int) -> RopeSpec:
+    """Rope keys. A scaling type that lean does not compute is refused rather than ignored."""
+    rotary = meta.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
+    if rotary % 2:
+        raise FormatError(f"{meta.source}: {meta.arch}.rope.dimension_count is {rotary}; wanted an even number")
+    rope = RopeSpec(style, rotary, meta.number("rope.freq_base", 10000.0))
+    if not rope.base > 1:
+        raise FormatError(f"{meta.source}: {meta.arch}.rope.freq_base is {rope.base}; wanted more than 1")
+    kind = meta.text("rope.scaling.type", "none")
+    if not meta.has("rope.scaling.type") and meta.has("rope.scale_linear"):
+        kind = "linear"
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 0.0))
+    if kind == "none" or factor in (0.0, 1.0):
+        return rope
+    if factor < 0:
+        raise FormatError(f"{meta.source}: {meta.arch}.rope.scaling.factor is {factor}; wanted a positive number")
+    if kind == "linear":
+        return replace(rope, scaling="linear", factor=factor)
+    if kind == "yarn":
+        original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"), low=1)
+        attn = meta.number("rope.scaling.attn_factor", 1.0)
+        return replace(rope, scaling="yarn", factor=factor, original_context=original, attention_factor=attn)
+    raise UnsupportedError(f"{meta.source}: rope scaling '{kind}' is not supported; supported: none, linear, yarn")
+
+
+def read_attention(
+    meta: Metadata, style: Literal["neox", "norm"], qk_norm: Literal["head", "full"] | None = None
+) -> AttentionSpec:
+    """Head counts and sizes; head size defaults to hidden / heads."""
+    heads = meta.integer("attention.head_count", low=1, high=4096)
+    kv_heads = meta.integer("attention.head_count_kv", heads, low=1, high=heads)
+    if heads % kv_heads:
+        raise FormatError(f"{meta.source}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+    hidden = meta.integer("embedding_length", low=1, high=2**20)
+    head_dim = meta.integer("attention.key_length", hidden // heads or None, low=2, high=4096)
+    value_dim = meta.integer("attention.value_length", head_dim, low=1, high=4096)
+    if value_dim != head_dim:
+        raise UnsupportedError(f"{meta.source}: value heads of {value_dim} beside key heads of {head_dim}")
+    scale = meta.number("attention.scale", 0.0) or head_dim**-0.5
+    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm)
+
+
+def read_router(meta: Metadata, *, renormalise: bool) -> RouterSpec | None:
+    """Expert counts; None for a model without routed experts."""
+    experts = meta.integer("expert_count", 0, high=MAX_EXPERTS)
+    if not experts:
+        return None
+    top_k = meta.integer("expert_used_count", low=1, high=experts)
+    if (groups := meta.integer("expert_group_count", 0)) > 1:
+        raise UnsupportedError(f"{meta.source}: {meta.arch} with {groups} expert groups is not supported")
+    if (gating := meta.integer("expert_gating_func", 1, high=8)) not in (0, 1):
+        raise UnsupportedError(f"{meta.source}: {meta.arch} with expert_gating_func {gating} is not supported")
+    scale = meta.number("expert_weights_scale", 0.0) or 1.0
+    return RouterSpec(experts, top_k, renormalise=renormalise, scale=scale)
+
+
+def read_spec(
+    meta: Metadata,
+    gguf: GGUFFile,
+    *,
+    attention: AttentionSpec,
+    router: RouterSpec | None,
+    expert_width: int = 0,
+    shared_width: int = 0,
+    eps: float | None = None,
+) -> ModelSpec:
+    """Assembles the spec and checks it against the tensors that the file lists."""
+    blocks = meta.integer("block_count", low=1, high=MAX_LAYERS)
+    layers = blocks - meta.integer("nextn_predict_layers", 0, high=blocks - 1)  # MTP blocks come last
+    hidden = meta.integer("embedding_length", low=1, high=2**20)
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.ne) < 2 or embedding.ne[0] != hidden:
+        raise FormatError(f"{gguf.path}: token_embd.weight of {hidden} columns is missing")
+    moe = frozenset(n for n in range(layers) if f"blk.{n}.ffn_gate_inp.weight" in gguf.tensors)
+    if router is None and moe:
+        raise FormatError(f"{gguf.path}: has routers (blk.{min(moe)}.ffn_gate_inp) but no {meta.arch}.expert_count")
+    if router is not None and not moe:
+        raise FormatError(f"{gguf.path}: {meta.arch}.expert_count is {router.experts} but there is no router tensor")
+    return ModelSpec(
+        architecture=meta.arch,
+        layers=layers,
+        hidden=hidden,
+        vocab=embedding.ne[1],
+        context_length=meta.integer("context_length", low=1),
+        eps=meta.number("attention.layer_norm_rms_epsilon") if eps is None else eps,
+        attention=attention,
+        dense_width=meta.integer("feed_forward_length", 0),
+        router=router,
+        expert_width=expert_width,
+        shared_width=shared_width,
+        shared_gate=any(f"blk.{n}.ffn_gate_inp_shexp.weight" in gguf.tensors for n in moe),
+        moe_layers=moe,
+    )
+
+
+def qwen_expert_width(meta: Metadata, router: RouterSpec | None) -> int:
+    """Width of one expert's FFN; old Qwen files give only the sum over the chosen ones."""
+    if router is None:
+        return 0
+    fallback = meta.integer("feed_forward_length", 0) // router.top_k
+    return meta.integer("expert_feed_forward_length", fallback or None, low=1)

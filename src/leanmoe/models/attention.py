@@ -1,0 +1,78 @@
+"""Grouped-query attention over the KV caches of the sequences in a batch."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from leanmoe.kernels import linear
+from leanmoe.models.batch import Batch
+from leanmoe.models.norm import RMSNorm
+from leanmoe.models.rope import Rope
+from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
+from leanmoe.models.trunk import Trunk
+
+
+
+class Attention:
+    """`out = W_o softmax(scale q k^T + causal mask) v` for one layer."""
+
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int) -> None:
+        a, prefix = spec.attention, f"blk.{layer}."
+        self.spec, self.layer = a, layer
+        q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        self.q = trunk.weight(prefix + "attn_q.weight", q_size, spec.hidden)
+        self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
+        self.v = trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
+        self.out = trunk.weight(prefix + "attn_output.weight", spec.hidden, q_size)
+        self.q_bias = trunk.vector_if_present(prefix + "attn_q.bias", q_size)
+        self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
+        self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
+        self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
+        if a.qk_norm is not None:
+            whole = a.qk_norm == "full"
+            self.q_norm = RMSNorm(trunk.vector(prefix + "attn_q_norm.weight", q_size if whole else a.head_dim), spec.eps)
+            self.k_norm = RMSNorm(trunk.vector(prefix + "attn_k_norm.weight", kv_size if whole else a.head_dim), spec.eps)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
+        a = self.spec
+        q, k, v = (_biased(linear(w, x), b) for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)))
+        if a.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
+        if a.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.apply(q, tables), rope.apply(k, tables)
+        mixed = torch.empty_like(q)
+        for s in batch.segments:
+            keys, values = s.state.extend(self.layer, s.start, k[s.rows], v[s.rows])
+            _attend(q[s.rows], keys, values, a.scale, mixed[s.rows])
+        return _biased(linear(self.out, mixed.view(-1, a.heads * a.head_dim)), self.out_bias)
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T."""
+    tokens, heads, dim = q.shape
+    kv_heads, total, _ = keys.shape
+    q = q.to(keys.dtype)
+    if tokens == 1:
+        # One query sees every key, so the heads that share a key head can stand as its queries: no mask, no copy.
+        grouped = q.view(1, kv_heads, heads // kv_heads, dim)
+        out.copy_(scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale).view(1, heads, dim))
+        return
+    for begin in range(0, tokens, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, tokens)
+        seen = total - tokens + end
+        mask = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).tril(seen - (end - begin))
+        part = scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None],
+            keys[None, :, :seen],
+            values[None, :, :seen],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[begin:end].copy_(part[0].transpose(0, 1))
+
+
+def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x.add_(bias)

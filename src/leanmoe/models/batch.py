@@ -1,0 +1,48 @@
+"""The tokens that one forward pass takes: any number of sequences, each with its own state and position."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from leanmoe.models.state import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one sequence: rows `rows` of the batch, at positions `start`, start + 1, ..."""
+
+    state: SequenceState
+    start: int
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids [N], their positions [N], whose tokens they are, and the rows whose logits are wanted."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    segments: tuple[Segment, ...]
+    logit_rows: torch.Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[SequenceState, Sequence[int]]], *, all_logits: bool = False) -> "Batch":
+        """Each part continues its sequence with some tokens (a prefill chunk, or one token of decoding).
+
+        Logits are those after each part's last token, or after every token with `all_logits`. A sequence may
+        stand in a batch once. Raises `UsageError` if a sequence has no room left.
+        """
+        segments, tokens, positions, last = [], [], [], []
+        if len({id(state) for state, _ in parts}) != len(parts):
+            raise ValueError("a sequence may stand in a batch only once")
+        for state, ids in parts:
+            if not ids:
+                raise ValueError("a sequence in a batch needs at least one token")
+            state.reserve(len(ids))
+            segments.append(Segment(state, state.length, slice(len(tokens), len(tokens) + len(ids))))
+            tokens.extend(ids)
+            positions.extend(range(state.length, state.length + len(ids)))
+            last.append(len(tokens) - 1)
+        rows = range(len(tokens)) if all_logits else last
+        return cls(torch.tensor(tokens), torch.tensor(positions), tuple(segments), torch.tensor(list(rows)))

@@ -1,0 +1,72 @@
+"""The decoder: embedding, layers of attention and feed-forward, output head. The whole network in one page."""
+
+import torch
+
+from leanmoe.experts import ExpertPool
+from leanmoe.kernels import embed, linear
+from leanmoe.models.attention import Attention
+from leanmoe.models.batch import Batch
+from leanmoe.models.moe import DenseFFN, FeedForward, MoE
+from leanmoe.models.norm import RMSNorm
+from leanmoe.models.rope import Rope
+from leanmoe.models.spec import ModelSpec
+from leanmoe.models.state import SequenceState
+from leanmoe.models.trunk import Trunk
+
+
+class Layer:
+    """`h = x + attention(norm1(x)); y = h + ffn(norm2(h))`."""
+
+    def __init__(self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None) -> None:
+        prefix = f"blk.{index}."
+        self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
+        self.attention = Attention(trunk, spec, index)
+        self.norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
+        self.ffn: FeedForward
+        if index in spec.moe_layers:
+            assert pool is not None
+            self.ffn = MoE(trunk, spec, index, pool)
+        else:
+            self.ffn = DenseFFN(trunk, spec.hidden, spec.dense_width, index)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        h = x + self.attention(self.norm1(x), batch, rope, tables)
+        return h + self.ffn(self.norm2(h))
+
+
+class Decoder:
+    """A network over a trunk in memory and a pool of experts; `devices[i]` computes layer i."""
+
+    def __init__(self, spec: ModelSpec, trunk: Trunk, pool: ExpertPool | None, devices: list[torch.device]) -> None:
+        self.spec, self.devices = spec, devices
+        self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
+        factors = trunk.vector_if_present("rope_freqs.weight", spec.attention.rope.rotary_dim // 2)
+        self.rope = Rope(spec.attention.rope, factors)
+        self.layers = [Layer(trunk, spec, i, pool) for i in range(spec.layers)]
+        self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
+        tied = not trunk.has("output.weight")
+        self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
+
+    def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
+        """An empty sequence with room for `capacity` tokens."""
+        return SequenceState(self.spec, capacity, dtype, self.devices)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [rows wanted, vocab] float32 on the CPU. Every sequence in the batch advances by its tokens.
+
+        If an expert cannot be read the sequences keep the length they had, and may be continued later.
+        """
+        if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
+            raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
+        x = embed(self.embedding, batch.tokens)
+        tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            if device not in tables:
+                tables[device] = self.rope.tables(batch.positions, device)
+            x = layer(x.to(device), batch, self.rope, tables[device])
+        wanted = self.norm(x[batch.logit_rows.to(x.device)])
+        logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
+        for s in batch.segments:
+            s.state.length = s.start + (s.rows.stop - s.rows.start)
+        return logits

@@ -1,0 +1,100 @@
+"""The feed-forward half of a layer: routed experts (with an optional shared one), or a dense FFN."""
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import silu
+
+from leanmoe.experts import ExpertPool
+from leanmoe.kernels import ExpertBatch, linear, moe_ffn
+from leanmoe.models.spec import ModelSpec, RouterSpec
+from leanmoe.models.trunk import Trunk
+
+# llama.cpp's floor for the sum of chosen weights: the smallest normal half.
+_MIN_WEIGHT_SUM = 2.0**-14
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DenseFFN:
+    """SwiGLU: `down(silu(gate x) * up x)`. `suffix` is "" or "_shexp" (the shared expert)."""
+
+    def __init__(self, trunk: Trunk, hidden: int, width: int, layer: int, suffix: str = "") -> None:
+        prefix = f"blk.{layer}.ffn_"
+        self.gate = trunk.weight(f"{prefix}gate{suffix}.weight", width, hidden)
+        self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
+        self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]."""
+        return linear(self.down, silu(linear(self.gate, x)).mul_(linear(self.up, x)))
+
+
+class SharedExpert:
+    """A dense FFN beside the routed experts, scaled by `sigmoid(w x)` where the model has such a gate."""
+
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int) -> None:
+        self.ffn = DenseFFN(trunk, spec.hidden, spec.shared_width, layer, "_shexp")
+        name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
+        self.gate = trunk.weight(name, 1, spec.hidden) if trunk.has(name) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.ffn(x)
+        return y if self.gate is None else y.mul_(linear(self.gate, x).sigmoid_())
+
+
+class MoE:
+    """`y = sum over the top-k of w_j * expert_j(x)`, plus the shared expert.
+
+    Experts arrive from the pool in any order; their outputs are kept apart and summed in top-k order, so that
+    the bits of y do not depend on what was resident.
+    """
+
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
+        assert spec.router is not None
+        self.router_spec, self.layer, self.pool, self.activation = spec.router, layer, pool, spec.activation
+        self.router = trunk.weight(f"blk.{layer}.ffn_gate_inp.weight", spec.router.experts, spec.hidden)
+        self.layout = pool.layout(layer)
+        has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
+        self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
+        ids, weights = route(linear(self.router, x), self.router_spec)
+        n, k = ids.shape
+        outputs = torch.empty(n * k, x.shape[1], device=x.device)
+        # Slot i of the flattened [N, k] table is token i // k; sorting it by expert groups each expert's tokens.
+        flat = ids.flatten().cpu()
+        order = flat.argsort(stable=True)
+        experts, counts = flat[order].unique_consecutive(return_counts=True)
+        dest = dict(zip(experts.tolist(), order.to(torch.int32).split(counts.tolist()), strict=True))
+        y: torch.Tensor | None = None
+        for leases in self.pool.acquire(self.layer, list(dest)):
+            slots = [lease.data for lease in leases]
+            rows = [dest[lease.expert] for lease in leases]
+            to = rows[0] if len(rows) == 1 else torch.cat(rows)
+            batch = ExpertBatch(slots, [len(r) for r in rows], to // k, to)
+            moe_ffn(self.layout, batch, x, outputs, self.activation)
+            if y is None and self.shared is not None:
+                y = self.shared(x)  # while the missing experts are being read
+        routed = _weighted_sum(outputs.view(n, k, -1), weights)
+        return routed if y is None else routed.add_(y)
+
+
+def route(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [N, E] -> expert ids [N, k] by falling probability, and their weights [N, k]."""
+    probs = logits.softmax(-1) if spec.gating == "softmax" else logits.sigmoid()
+    weights, ids = probs.topk(spec.top_k, dim=-1, sorted=True)
+    if spec.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(_MIN_WEIGHT_SUM)
+    return ids, weights * spec.scale if spec.scale != 1.0 else weights
+
+
+def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs [N, k, D], weights [N, k] -> [N, D], added from the first choice to the last."""
+    y = outputs[:, 0] * weights[:, 0, None]
+    for j in range(1, outputs.shape[1]):
+        y += outputs[:, j] * weights[:, j, None]
+    return y

@@ -1,0 +1,65 @@
+"""Rotary position embedding, with linear and YaRN scaling (Su et al. 2021; Peng et al. 2023)."""
+
+import math
+
+import torch
+
+from leanmoe.models.spec import RopeSpec
+
+# YaRN's wavelength bounds: no public GGUF records others for the architectures here.
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+
+
+class Rope:
+    """Rotates the first `rotary_dim` dimensions of every head by its token's position.
+
+    `factors` [rotary_dim / 2] divides the frequencies (`rope_freqs.weight`, as Llama 3 uses it).
+    """
+
+    def __init__(self, spec: RopeSpec, factors: torch.Tensor | None = None) -> None:
+        half = spec.rotary_dim // 2
+        freq = spec.base ** (-torch.arange(half, dtype=torch.float64) * 2 / spec.rotary_dim)
+        if factors is not None:
+            freq = freq / factors.to("cpu", torch.float64)
+        self.magnitude = spec.attention_factor
+        if spec.scaling == "linear":
+            freq = freq / spec.factor
+        elif spec.scaling == "yarn":
+            ramp = _yarn_extrapolation(spec)
+            freq = freq / spec.factor * (1 - ramp) + freq * ramp
+            self.magnitude *= 1 + 0.1 * math.log(spec.factor)
+        self._freq = freq
+        self._spec = spec
+
+    def tables(self, positions: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, rotary_dim / 2] for token positions [T]; computed once per forward pass."""
+        angle = positions.to("cpu", torch.float64)[:, None] * self._freq
+        cos = (angle.cos() * self.magnitude).float().unsqueeze(1).to(device)
+        sin = (angle.sin() * self.magnitude).float().unsqueeze(1).to(device)
+        return cos, sin
+
+    def apply(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x [T, heads, head_dim] rotated."""
+        cos, sin = tables
+        n = self._spec.rotary_dim
+        rotated, rest = x[..., :n], x[..., n:]
+        if self._spec.style == "neox":
+            a, b = rotated[..., : n // 2], rotated[..., n // 2 :]
+            out = torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
+        else:
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+            out = torch.cat((turned, rest), dim=-1)
+        return out
+
+
+def _yarn_extrapolation(spec: RopeSpec) -> torch.Tensor:
+    """Per frequency pair, 1 where the original frequency is kept and 0 where it is divided by the factor."""
+
+    def correction(beta: float) -> float:
+        return spec.rotary_dim * math.log(spec.original_context / (2 * math.pi * beta)) / (2 * math.log(spec.base))
+
+    low = max(0.0, math.floor(correction(_BETA_FAST)))
+    high = min(spec.rotary_dim - 1.0, math.ceil(correction(_BETA_SLOW)))
+    i = torch.arange(spec.rotary_dim // 2, dtype=torch.float64)
+    return 1 - ((i - low) / max(0.001, high - low)).clamp(0, 1)

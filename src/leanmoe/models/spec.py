@@ -1,0 +1,129 @@
+"""What a network is, as plain facts. `architectures/` reads them from GGUF metadata; `decoder` builds from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from leanmoe.errors import FormatError
+
+MAX_LAYERS = 512
+MAX_EXPERTS = 1024
+# Queries attended at once: bounds the mask to QUERY_BLOCK x context bytes, so that memory is linear in context.
+QUERY_BLOCK = 256
+
+
+class Metadata:
+    """Typed access to the `ARCH.*` keys of a GGUF header. Every value in it is untrusted."""
+
+    def __init__(self, values: Mapping[str, Any], arch: str, source: str) -> None:
+        self.values, self.arch, self.source = values, arch, source
+
+    def has(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self.values
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 2**31) -> int:
+        """The whole number `ARCH.key` in [low, high]. An array that holds one value throughout counts as it."""
+        value = self._single(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._single(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted a finite number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(f"{self.arch}.{key}", default)
+        if not isinstance(value, str):
+            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted text")
+        return value
+
+    def _single(self, key: str, default: Any) -> Any:
+        value = self.values.get(f"{self.arch}.{key}", default)
+        if value is None:
+            raise FormatError(f"{self.source}: {self.arch}.{key} is missing; a {self.arch} model needs it")
+        if hasattr(value, "__len__") and not isinstance(value, str | bytes):
+            items = set(value)
+            if len(items) != 1:
+                raise FormatError(
+                    f"{self.source}: {self.arch}.{key} differs by layer ({sorted(items)[:4]}...); wanted one value"
+                )
+            value = items.pop()
+        return value.item() if hasattr(value, "item") else value
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding of the first `rotary_dim` dimensions of each head (reference: Su et al. 2021).
+
+    `style` "neox" pairs dimension i with i + rotary_dim/2; "norm" pairs 2i with 2i + 1.
+    """
+
+    style: Literal["neox", "norm"]
+    rotary_dim: int
+    base: float
+    scaling: Literal["none", "linear", "yarn"] = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    attention_factor: float = 1.0  # multiplies cos and sin, on top of YaRN's own 1 + 0.1 ln(factor)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention: `heads` query heads share `kv_heads` key and value heads of `head_dim`.
+
+    `qk_norm`: RMSNorm of q and k before rope, per "head", over the "full" projection, or None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    scale: float
+    qk_norm: Literal["head", "full"] | None = None
+
+    def kv_elements(self) -> int:
+        """Numbers that one token leaves in the KV cache of one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How the router's logits become expert ids and weights.
+
+    `gating` turns logits into probabilities; the `top_k` largest are chosen; their weights are `renormalise`d
+    to sum to one where the architecture says so, then multiplied by `scale`.
+    """
+
+    experts: int
+    top_k: int
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model's shape. `router` is None for a dense model; `norm2` names the norm before the FFN."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    vocab: int
+    context_length: int
+    eps: float
+    attention: AttentionSpec
+    dense_width: int
+    router: RouterSpec | None = None
+    expert_width: int = 0
+    shared_width: int = 0
+    shared_gate: bool = False
+    moe_layers: frozenset[int] = frozenset()
+    norm2: str = "ffn_norm"
+    activation: str = "silu"
+
+    def state_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes that a token adds to a sequence's state, over all layers."""
+        return self.layers * self.attention.kv_elements() * element_bytes
