@@ -1,6 +1,7 @@
 """Byte sizes as people write them."""
 
 import re
+from decimal import Decimal
 
 from leanmoe.errors import UsageError
 
@@ -18,9 +19,9 @@ def parse_bytes(text: str | int) -> int:
 
     Raises `UsageError` for anything else, for zero and for a fraction of a byte.
     """
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([a-zA-Z]*)\s*", str(text))
     factor = _UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None or (value := int(float(match[1]) * factor)) <= 0:
+    if match is None or factor is None or (value := int(Decimal(match[1]) * factor)) <= 0:
         raise UsageError(f"'{text}' is not a size in bytes; write it like 4GiB, 800MiB or 4GB")
     return value
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from rich.table import Table
+
 from leanmoe.engine.llm import LLM, Completion, Stream
 from leanmoe.engine.memory import peak_bytes
 from leanmoe.units import format_bytes
@@ -40,6 +42,23 @@ def show(stream: Stream, *, silent: bool = False) -> Completion:
     return stream.completion
 
 
+def table(llm: LLM, done: Completion) -> Table:
+    """What the run took, a row for each figure."""
+    usage, plan = done.usage, llm.plan
+    rows = Table(show_header=False)
+    rows.add_row("model size on disk", format_bytes(plan.experts + plan.trunk_bytes))
+    rows.add_row("memory budget", format_bytes(plan.memory))
+    rows.add_row("peak memory", format_bytes(peak_bytes()))
+    if llm.spec.router is not None:
+        rows.add_row("experts resident", f"{plan.residency:.1%}")
+        rows.add_row("hit rate", f"{usage.decode_experts.hit_rate:.1%}")
+        rows.add_row("read for each token", format_bytes(round(usage.read_bytes_per_token)))
+        rows.add_row("read for the prompt", format_bytes(usage.prompt_experts.read_bytes))
+    rows.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.prompt_rate:.1f} tokens/s")
+    rows.add_row("answer", f"{usage.completion_tokens} tokens, {usage.decode_rate:.1f} tokens/s")
+    return rows
+
+
 def summary(llm: LLM, done: Completion) -> str:
     """One line: speeds, hit rate, bytes read for each token, peak memory against the budget."""
     usage = done.usage
@@ -48,7 +67,7 @@ def summary(llm: LLM, done: Completion) -> str:
         f"answer {usage.completion_tokens} tokens at {usage.decode_rate:.1f}/s",
     ]
     if llm.spec.router is not None:
-        parts.append(f"hit rate {usage.experts.hit_rate:.1%}")
-        parts.append(f"read {format_bytes(usage.experts.bytes_read)}")
+        parts.append(f"hit rate {usage.decode_experts.hit_rate:.1%}")
+        parts.append(f"read {format_bytes(round(usage.read_bytes_per_token))} a token")
     parts.append(f"peak {format_bytes(peak_bytes())} of {format_bytes(llm.plan.memory)}")
     return " | ".join(parts)

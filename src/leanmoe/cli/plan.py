@@ -12,6 +12,7 @@ from leanmoe.cli.options import Chunk, Context, DeviceNames, KvType, Memory, Vra
 from leanmoe.engine.memory import default_budget
 from leanmoe.engine.plan import MemoryPlan, expected_base, plan_memory
 from leanmoe.errors import UsageError
+from leanmoe.experts.slots import SlotPlan
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.pack import expert_layouts, open_pack
@@ -73,11 +74,15 @@ def _record(made: MemoryPlan) -> dict[str, Any]:
                 "trunk": d.trunk,
                 "state": d.state,
                 "scratch": d.scratch,
-                "slots": d.slots.nbytes if d.slots else 0,
+                "slots": d.slots.slot_bytes if d.slots else 0,
             }
             for d in made.devices
         ],
     }
+
+
+def _slots(slots: SlotPlan) -> str:
+    return ", ".join(f"{c.slots} of {c.experts} experts of {format_bytes(c.size)}" for c in slots.classes)
 
 
 def _show(made: MemoryPlan, model: Path) -> None:
@@ -90,7 +95,7 @@ def _show(made: MemoryPlan, model: Path) -> None:
         table.add_row("KV state", format_bytes(d.state), f"{made.context} tokens")
         table.add_row("scratch", format_bytes(d.scratch), f"prompt in chunks of {made.chunk}")
         if d.slots:
-            table.add_row("expert slots", format_bytes(d.slots.nbytes), d.slots.describe())
+            table.add_row("expert slots", format_bytes(d.slots.slot_bytes), _slots(d.slots))
     console = Console()
     console.print(table)
     if made.experts:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from leanmoe.cli import options as opt
 from leanmoe.errors import UsageError
@@ -36,10 +37,11 @@ def run(
     threads: opt.Threads = None,
     readers: opt.Readers = 4,
     verify: opt.Verify = "first",
+    stats: Annotated[bool, typer.Option("--stats", help="End with a table of what it took.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one machine-readable record instead.")] = False,
 ) -> None:
     """Answer one prompt. The prompt is a user's message where the model has a chat template (see --raw)."""
-    from leanmoe.cli.generate import show, summary
+    from leanmoe.cli.generate import show, summary, table
     from leanmoe.engine.llm import LLM
 
     config = opt.engine_config(memory, vram, device, context, kv_type, chunk, threads, readers, verify)
@@ -66,6 +68,8 @@ def run(
         done = show(stream, silent=as_json)
         if as_json:
             print(json.dumps(llm.record(done), ensure_ascii=False))
+        elif stats:
+            Console(stderr=True).print(table(llm, done))
         else:
             print(summary(llm, done), file=sys.stderr)
 

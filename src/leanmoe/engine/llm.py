@@ -31,14 +31,21 @@ from leanmoe.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer took. Times in seconds, `experts` counts look-ups and reads during it."""
+    """What one answer took. Times in seconds; expert look-ups and reads while the prompt was computed, and after."""
 
     prompt_tokens: int
     reused_tokens: int
     completion_tokens: int
     prompt_seconds: float
     decode_seconds: float
-    experts: CacheStats
+    prompt_experts: CacheStats
+    decode_experts: CacheStats
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        """Expert bytes read for each token fed after the prompt."""
+        fed = self.completion_tokens - 1
+        return self.decode_experts.read_bytes / fed if fed > 0 else 0.0
 
     @property
     def prompt_rate(self) -> float:
@@ -193,9 +200,11 @@ class LLM:
             "decode_seconds": usage.decode_seconds,
             "prompt_tokens_per_second": usage.prompt_rate,
             "decode_tokens_per_second": usage.decode_rate,
-            "hit_rate": usage.experts.hit_rate,
-            "expert_bytes_read": usage.experts.bytes_read,
-            "model_bytes": self.plan.experts + self.pack.manifest.trunk_bytes,
+            "hit_rate": usage.decode_experts.hit_rate,
+            "prompt_read_bytes": usage.prompt_experts.read_bytes,
+            "decode_read_bytes": usage.decode_experts.read_bytes,
+            "read_bytes_per_token": usage.read_bytes_per_token,
+            "model_bytes": self.plan.experts + self.plan.trunk_bytes,
             "residency": self.plan.residency,
             "memory_budget": self.plan.memory,
             "memory_peak": peak_bytes(),
@@ -301,7 +310,7 @@ class _Answer:
             for logits in prefill(llm.decoder, sequence, self._prompt[reused:], llm.plan.chunk):
                 if stream.cancelled():
                     break
-            prompted = time.perf_counter()
+            prompted, between = time.perf_counter(), llm.stats
             text: list[str] = []
             tokens: list[int] = []
             reason = "cancelled"
@@ -311,9 +320,14 @@ class _Answer:
                     source = decode(llm.decoder, sequence, logits, self._sampler, stream.cancelled)
                     reason = yield from self._decode(source, tokens, text, stream)
             finally:
-                done = time.perf_counter()
                 usage = Usage(
-                    len(self._prompt), reused, len(tokens), prompted - begun, done - prompted, llm.stats - before
+                    prompt_tokens=len(self._prompt),
+                    reused_tokens=reused,
+                    completion_tokens=len(tokens),
+                    prompt_seconds=prompted - begun,
+                    decode_seconds=time.perf_counter() - prompted,
+                    prompt_experts=between - before,
+                    decode_experts=llm.stats - between,
                 )
                 stream.completion = Completion("".join(text), tokens, reason, usage)
 

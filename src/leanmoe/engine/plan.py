@@ -42,7 +42,7 @@ class DevicePlan:
 
     @property
     def used(self) -> int:
-        return self.trunk + self.state + self.scratch + (self.slots.nbytes if self.slots else 0)
+        return self.trunk + self.state + self.scratch + (self.slots.slot_bytes if self.slots else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,12 @@ class MemoryPlan:
         return self.fixed + sum(d.used for d in self.devices if d.device == "cpu")
 
     @property
+    def trunk_bytes(self) -> int:
+        return sum(d.trunk for d in self.devices)
+
+    @property
     def slot_bytes(self) -> int:
-        return sum(d.slots.nbytes for d in self.devices if d.slots)
+        return sum(d.slots.slot_bytes for d in self.devices if d.slots)
 
     @property
     def residency(self) -> float:

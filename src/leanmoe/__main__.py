@@ -1,0 +1,5 @@
+"""`python -m leanmoe` is the `lean` command."""
+
+from leanmoe.cli.main import main
+
+main()

@@ -1,0 +1,165 @@
+"""The network: equal to transformers and llama.cpp, and independent of what happens to be resident."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from leanmoe import LLM
+from leanmoe.models.batch import Batch
+from leanmoe.pack import pack_gguf
+
+ARCHITECTURES = ["qwen3moe", "qwen2moe", "olmoe", "mixtral", "llama", "qwen2", "qwen3"]
+MOE = ARCHITECTURES[:4]
+TOKENS = Random(7).choices(range(280), k=96)
+
+PackTiny = Callable[..., tuple[object, Path]]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PackTiny]:
+    """Makes a tiny model and its pack once for each set of arguments."""
+    from oracles.tiny import tiny_gguf
+
+    made: dict[object, tuple[object, Path]] = {}
+
+    def make(arch: str, quant: str = "F32", **overrides: object) -> tuple[object, Path]:
+        key = (arch, quant, tuple(overrides.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{arch}-{quant}")
+            tiny = tiny_gguf(folder / "tiny.gguf", arch, quant, **overrides)
+            made[key] = tiny, pack_gguf(tiny.path, folder / "tiny.lmpack")
+        return made[key]
+
+    yield make
+
+
+def _floor_memory(path: Path, **settings: object) -> int:
+    """A budget that leaves each device little more than the fewest slots that work."""
+    with LLM(path, **settings) as llm:
+        return llm.plan.smallest_memory + (1 << 16)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_equal_those_of_transformers(arch: str, packed: PackTiny) -> None:
+    """A user would otherwise run a slightly different model from the one its authors trained."""
+    from oracles import hf
+
+    tiny, path = packed(arch)
+    want = hf.logits(tiny.hf_model, TOKENS)  # type: ignore[attr-defined]
+    with LLM(path, kv_type="f32") as llm:
+        whole = llm.logits(TOKENS).numpy()
+    with LLM(path, kv_type="f32", chunk=7) as llm:
+        in_chunks = llm.logits(TOKENS).numpy()
+    with LLM(path, kv_type="f32", chunk=1) as llm:
+        one_by_one = llm.logits(TOKENS).numpy()
+    for got in (whole, in_chunks, one_by_one):
+        assert np.abs(got - want).max() <= 1e-3 * want.std()
+
+
+@pytest.mark.parametrize("arch", MOE)
+def test_streamed_equals_resident_bit_for_bit(arch: str, packed: PackTiny) -> None:
+    """Otherwise the answer would depend on how much memory the machine had."""
+    _, path = packed(arch, "Q8_0")
+    with LLM(path) as llm:
+        assert llm.plan.residency == 1.0
+        resident = llm.logits(TOKENS)
+        again = llm.logits(TOKENS)
+        decoded = _decode(llm, TOKENS[:40])
+    assert torch.equal(resident, again)
+    with LLM(path, memory=_floor_memory(path), chunk=resident.shape[0]) as llm:
+        assert llm.plan.residency < 1.0
+        streamed = llm.logits(TOKENS)
+        streamed_decoded = _decode(llm, TOKENS[:40])
+        assert llm.stats.evictions > 0
+    assert torch.equal(streamed, resident)
+    assert torch.equal(streamed_decoded, decoded)
+
+
+def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    dtype = torch.float16
+    state = llm.decoder.new_state(len(tokens), dtype)
+    return torch.cat([llm.decoder.forward(Batch.of([(state, [t])])) for t in tokens])
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2"])
+def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed: PackTiny) -> None:
+    """Serving batches the tokens of several users: one must not see another's."""
+    _, path = packed(arch)
+    first, second = TOKENS[:50], TOKENS[50:75]
+    with LLM(path) as llm:
+
+        def fresh() -> object:
+            return llm.decoder.new_state(128, torch.float16)
+
+        def alone(tokens: list[int]) -> torch.Tensor:
+            state = fresh()
+            prompt = llm.decoder.forward(Batch.of([(state, tokens[:-1])], all_logits=True))
+            return torch.cat([prompt, llm.decoder.forward(Batch.of([(state, tokens[-1:])]))])
+
+        a, b = fresh(), fresh()
+        llm.decoder.forward(Batch.of([(a, first[:-1])]))
+        # A decode token of one sequence beside a prefill chunk of the other.
+        mixed = llm.decoder.forward(Batch.of([(a, first[-1:]), (b, second[:-1])], all_logits=True))
+        last = llm.decoder.forward(Batch.of([(a, [1]), (b, second[-1:])]))
+        want_a, want_b = alone(first), alone(second)
+    torch.testing.assert_close(mixed[0], want_a[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mixed[1:], want_b[:-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last[1], want_b[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", MOE)
+def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: PackTiny) -> None:
+    _, path = packed(arch, "Q8_0")
+    with LLM(path) as llm:
+        want = llm.logits(TOKENS)
+    memory = _floor_memory(path, devices=("cpu", "cpu"))
+    with LLM(path, devices=("cpu", "cpu"), memory=memory, chunk=want.shape[0]) as llm:
+        assert [len(d.layers) for d in llm.plan.devices] == [1, 1]
+        assert torch.equal(llm.logits(TOKENS), want)
+        assert llm.stats.evictions > 0
+
+
+QUANTS = [
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: PackTiny) -> None:
+    """The same file must mean the same to lean and to llama.cpp, for every architecture and type."""
+    from oracles.llama_cpp import LlamaCpp
+    from oracles.metrics import kl_and_top1
+
+    tiny, path = packed(arch, quant)
+    with LlamaCpp(tiny.path, n_ctx=256) as model:  # type: ignore[attr-defined]
+        want = model.logits(TOKENS)
+    with LLM(path) as llm:
+        got = llm.logits(TOKENS).numpy()
+    kl, top1 = kl_and_top1(want, got)
+    assert kl <= 2e-3
+    assert top1 >= 0.98
+
+
+def test_rope_with_linear_and_yarn_scaling_equals_transformers(tmp_path: Path) -> None:
+    """Long-context models would otherwise fall apart past their original context."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers import LlamaConfig
+
+    from leanmoe.models.rope import Rope
+    from leanmoe.models.spec import RopeSpec
+
+    for kind, factor in (("linear", 4.0), ("yarn", 8.0)):
+        parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": 512}
+        config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=4096, rope_parameters=parameters)
+        want, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        spec = RopeSpec("neox", 64, 10000.0, kind, factor, 512)  # type: ignore[arg-type]
+        cos, _ = Rope(spec).tables(torch.arange(100), torch.device("cpu"))
+        angles = torch.arange(100, dtype=torch.float64)[:, None] * want.double()
+        torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float(), rtol=1e-4, atol=1e-4)
