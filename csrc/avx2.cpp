@@ -1,0 +1,2 @@
+#define portable_table avx2_table
+#include "portable.cpp"

@@ -1,0 +1,2 @@
+#define portable_table avx512_table
+#include "portable.cpp"

@@ -1,0 +1,340 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#include "isa.h"
+
+namespace lean {
+
+// Consecutive (token, expert) pairs of one expert that are computed together.
+struct Part {
+    const uint8_t* slot;
+    int64_t first;   // pair index in the call
+    int64_t count;
+    int64_t hidden;  // row of the hidden buffer that belongs to `first`
+};
+
+namespace {
+
+constexpr int64_t MAX_KERNEL_ROWS = 16;
+constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
+constexpr int64_t MIN_WAVE = 256;                  // pairs
+
+const Kernel& find_kernel(const KernelTable& table, int32_t qtype, Layout layout) {
+    for (int32_t i = 0; i < table.kernel_count; ++i)
+        if (table.kernels[i].qtype == qtype && table.kernels[i].layout == layout) return table.kernels[i];
+    throw std::invalid_argument("no product for tensor type " + std::to_string(qtype) + " in layout " +
+                                std::to_string(layout));
+}
+
+float float_at(const uint8_t* p) {
+    float value;
+    std::memcpy(&value, p, sizeof(value));
+    return value;
+}
+
+// Rows per task: small enough that every thread gets several, large enough to reuse a tile of activations.
+int64_t chunk_rows(int64_t rows, int threads) {
+    const int64_t even = rows / (threads * 8);
+    return std::clamp<int64_t>(even / MAX_KERNEL_ROWS * MAX_KERNEL_ROWS, MAX_KERNEL_ROWS, ROW_CHUNK);
+}
+
+using TileBuffer = float[TILE][ROW_CHUNK];
+
+// A weight matrix with what is applied to its product.
+struct Operand {
+    const Kernel* kernel;
+    const uint8_t* data;
+    int64_t cols;
+    size_t row_bytes;
+    const uint8_t* bias;   // F32[rows] or null
+    const uint8_t* scale;  // F32 or null
+};
+
+Operand operand(const KernelTable& table, const uint8_t* base, const ExpertMatrix& m) {
+    return {&find_kernel(table, m.matrix.format->qtype, m.matrix.layout),
+            base + m.offset,
+            m.matrix.cols,
+            static_cast<size_t>(m.matrix.format->row_bytes(m.matrix.cols)),
+            m.bias < 0 ? nullptr : base + m.bias,
+            m.scale < 0 ? nullptr : base + m.scale};
+}
+
+// out[t][r - begin] for rows [begin, end) and n activation rows
+void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* const* act, int n, TileBuffer& out) {
+    float product[TILE * MAX_KERNEL_ROWS];
+    const int64_t step = w.kernel->rows;
+    for (int64_t row = begin; row < end; row += step) {
+        w.kernel->dot(w.data + static_cast<size_t>(row) * w.row_bytes, w.cols, act, n, product);
+        for (int t = 0; t < n; ++t)
+            for (int64_t r = 0; r < step; ++r) out[t][row - begin + r] = product[t * step + r];
+    }
+    if (w.scale != nullptr) {
+        const float scale = float_at(w.scale);
+        for (int t = 0; t < n; ++t)
+            for (int64_t r = 0; r < end - begin; ++r) out[t][r] *= scale;
+    }
+    if (w.bias != nullptr)
+        for (int64_t r = 0; r < end - begin; ++r) {
+            const float bias = float_at(w.bias + 4 * (begin + r));
+            for (int t = 0; t < n; ++t) out[t][r] += bias;
+        }
+}
+
+// Splits the calls' pairs into waves whose hidden rows fit a bounded buffer.
+template <class F> void for_each_wave(const FfnCall& call, int64_t limit, F&& run) {
+    std::vector<Part> parts;
+    int64_t first = 0, filled = 0;
+    for (size_t e = 0; e < call.slots.size(); ++e) {
+        for (int64_t left = call.counts[e]; left > 0;) {
+            const int64_t count = std::min(left, limit - filled);
+            parts.push_back({call.slots[e], first, count, filled});
+            first += count;
+            filled += count;
+            left -= count;
+            if (filled == limit) {
+                run(parts, filled);
+                parts.clear();
+                filled = 0;
+            }
+        }
+    }
+    if (filled > 0) run(parts, filled);
+}
+
+void check_call(const FfnPlan& plan, const FfnCall& call) {
+    if (call.slots.size() != call.counts.size()) throw std::invalid_argument("one count is wanted for each slot");
+    int64_t pairs = 0;
+    for (int64_t count : call.counts) {
+        if (count < 0 || count > call.pairs) throw std::invalid_argument("a count is negative or too large");
+        pairs += count;
+    }
+    if (pairs != call.pairs)
+        throw std::invalid_argument("counts sum to " + std::to_string(pairs) + ", but there are " +
+                                    std::to_string(call.pairs) + " token and dest indices");
+    for (int64_t i = 0; i < pairs; ++i) {
+        if (call.token[i] < 0 || call.token[i] >= call.tokens)
+            throw std::invalid_argument("token index " + std::to_string(call.token[i]) + " is outside x, which has " +
+                                        std::to_string(call.tokens) + " rows");
+        if (call.dest[i] < 0 || call.dest[i] >= call.out_rows)
+            throw std::invalid_argument("dest index " + std::to_string(call.dest[i]) + " is outside out, which has " +
+                                        std::to_string(call.out_rows) + " rows");
+    }
+    (void)plan;
+}
+
+}  // namespace
+
+Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols) {
+    const Format* format = find_format(qtype);
+    if (format == nullptr) throw std::invalid_argument("no product for tensor type " + std::to_string(qtype));
+    const Kernel& kernel = find_kernel(portable_table(), qtype, layout);
+    if (rows <= 0 || cols <= 0 || cols % format->block != 0 || rows % kernel.rows != 0)
+        throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(cols) +
+                                    " is not made of whole blocks of " + std::to_string(format->block));
+    return {format, layout, rows, cols};
+}
+
+uint8_t* Scratch::get(size_t bytes) {
+    if (bytes > size_) {
+        release();
+        data_.reset(static_cast<uint8_t*>(::operator new(bytes, std::align_val_t{64})));
+        size_ = bytes;
+    }
+    return data_.get();
+}
+
+void Scratch::release() {
+    data_.reset();
+    size_ = 0;
+}
+
+void Scratch::Free::operator()(uint8_t* p) const { ::operator delete(p, std::align_val_t{64}); }
+
+namespace {
+std::atomic<Engine*> engine{nullptr};
+}
+
+Engine::Engine()
+    : pool_(std::make_unique<ThreadPool>(static_cast<int>(std::max(1u, std::thread::hardware_concurrency())))),
+      table_(available_tables().back()) {}
+
+Engine& Engine::get() {
+    // Never destroyed: the threads may still be asleep in it when the process ends.
+    static const bool made = [] {
+        engine = new Engine;
+#if !defined(_WIN32)
+        pthread_atfork(nullptr, nullptr, [] { engine = new Engine; });
+#endif
+        return true;
+    }();
+    (void)made;
+    return *engine;
+}
+
+int Engine::threads() {
+    std::lock_guard lock(mutex_);
+    return pool_->threads();
+}
+
+void Engine::set_threads(int threads) {
+    if (threads < 1 || threads > 1024)
+        throw std::invalid_argument("the number of threads must be 1 to 1024, not " + std::to_string(threads));
+    std::lock_guard lock(mutex_);
+    if (threads != pool_->threads()) pool_ = std::make_unique<ThreadPool>(threads);
+}
+
+size_t Engine::scratch_bytes() {
+    std::lock_guard lock(mutex_);
+    return act_.bytes() + hidden_.bytes() + hidden_act_.bytes() + index_.bytes();
+}
+
+void Engine::release_scratch() {
+    std::lock_guard lock(mutex_);
+    for (Scratch* scratch : {&act_, &hidden_, &hidden_act_, &index_}) scratch->release();
+}
+
+void Engine::linear(const uint8_t* w, const Matrix& matrix, const float* x, int64_t tokens, float* out) {
+    std::lock_guard lock(mutex_);
+    const KernelTable& table = *table_;
+    ExpertMatrix whole;
+    whole.matrix = matrix;
+    const Operand op = operand(table, w, whole);
+    const size_t stride = act_stride(op.kernel->partner, matrix.cols);
+    uint8_t* act = act_.get(stride * static_cast<size_t>(tokens));
+    const QuantizeFn quantize = table.quantize[op.kernel->partner];
+    pool_->parallel_for(tokens, [&](int64_t t) {
+        quantize(x + t * matrix.cols, matrix.cols, act + static_cast<size_t>(t) * stride);
+    });
+    const int64_t chunk = chunk_rows(matrix.rows, pool_->threads());
+    pool_->parallel_for((matrix.rows + chunk - 1) / chunk, [&](int64_t task) {
+        const int64_t begin = task * chunk, end = std::min(begin + chunk, matrix.rows);
+        TileBuffer tile;
+        const uint8_t* rows[TILE];
+        for (int64_t first = 0; first < tokens; first += TILE) {
+            const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
+            for (int t = 0; t < n; ++t) rows[t] = act + static_cast<size_t>(first + t) * stride;
+            multiply_tile(op, begin, end, rows, n, tile);
+            for (int t = 0; t < n; ++t)
+                std::memcpy(out + (first + t) * matrix.rows + begin, tile[t],
+                            static_cast<size_t>(end - begin) * sizeof(float));
+        }
+    });
+}
+
+void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
+    check_call(plan, call);
+    std::lock_guard lock(mutex_);
+    const int64_t inner = plan.gate.matrix.rows;
+    const int64_t limit =
+        std::max<int64_t>(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES / (static_cast<size_t>(inner) * sizeof(float))));
+    for_each_wave(call, limit, [&](const std::vector<Part>& parts, int64_t pairs) {
+        ffn_part(plan, call, parts.data(), static_cast<int64_t>(parts.size()), pairs);
+    });
+}
+
+void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* parts, int64_t part_count, int64_t pairs) {
+    const KernelTable& table = *table_;
+    const int64_t first_pair = parts[0].first;
+    const int64_t width = plan.gate.matrix.cols, inner = plan.gate.matrix.rows, model = plan.down.matrix.rows;
+    const auto partner_of = [&](const ExpertMatrix& m) {
+        return find_kernel(table, m.matrix.format->qtype, m.matrix.layout).partner;
+    };
+
+    // Round each token that is used once, for gate's partner and for up's where it differs.
+    auto* place = reinterpret_cast<int32_t*>(index_.get(static_cast<size_t>(call.tokens + pairs) * sizeof(int32_t)));
+    int32_t* used = place + call.tokens;
+    std::fill_n(place, call.tokens, -1);
+    int32_t used_count = 0;
+    for (int64_t i = 0; i < pairs; ++i) {
+        const int32_t token = call.token[first_pair + i];
+        if (place[token] < 0) {
+            used[used_count] = token;
+            place[token] = used_count++;
+        }
+    }
+    const Partner partners[2] = {partner_of(plan.gate), partner_of(plan.up)};
+    const bool shared = partners[0] == partners[1];
+    const size_t strides[2] = {act_stride(partners[0], width), act_stride(partners[1], width)};
+    uint8_t* act = act_.get((strides[0] + (shared ? 0 : strides[1])) * static_cast<size_t>(used_count));
+    uint8_t* acts[2] = {act, shared ? act : act + strides[0] * static_cast<size_t>(used_count)};
+    pool_->parallel_for(used_count, [&](int64_t i) {
+        for (int p = 0; p < (shared ? 1 : 2); ++p)
+            table.quantize[partners[p]](call.x + used[i] * width, width, acts[p] + strides[p] * static_cast<size_t>(i));
+    });
+
+    auto* hidden = reinterpret_cast<float*>(hidden_.get(static_cast<size_t>(pairs * inner) * sizeof(float)));
+    const int64_t inner_chunk = chunk_rows(inner * part_count, pool_->threads());
+    const int64_t inner_chunks = (inner + inner_chunk - 1) / inner_chunk;
+    pool_->parallel_for(part_count * inner_chunks, [&](int64_t task) {
+        const Part& part = parts[task / inner_chunks];
+        const int64_t begin = task % inner_chunks * inner_chunk, end = std::min(begin + inner_chunk, inner);
+        const Operand gate = operand(table, part.slot, plan.gate), up = operand(table, part.slot, plan.up);
+        TileBuffer gate_tile, up_tile;
+        const uint8_t* rows[2][TILE];
+        for (int64_t i = 0; i < part.count; i += TILE) {
+            const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
+            for (int t = 0; t < n; ++t)
+                for (int p = 0; p < 2; ++p)
+                    rows[p][t] = acts[p] + strides[p] * static_cast<size_t>(place[call.token[part.first + i + t]]);
+            multiply_tile(gate, begin, end, rows[0], n, gate_tile);
+            multiply_tile(up, begin, end, rows[1], n, up_tile);
+            for (int t = 0; t < n; ++t) {
+                table.glu(call.activation, gate_tile[t], up_tile[t], end - begin);
+                std::memcpy(hidden + (part.hidden + i + t) * inner + begin, gate_tile[t],
+                            static_cast<size_t>(end - begin) * sizeof(float));
+            }
+        }
+    });
+
+    const Partner down_partner = partner_of(plan.down);
+    const size_t stride = act_stride(down_partner, inner);
+    uint8_t* hidden_act = hidden_act_.get(stride * static_cast<size_t>(pairs));
+    pool_->parallel_for(pairs, [&](int64_t i) {
+        table.quantize[down_partner](hidden + i * inner, inner, hidden_act + stride * static_cast<size_t>(i));
+    });
+
+    const int64_t model_chunk = chunk_rows(model * part_count, pool_->threads());
+    const int64_t model_chunks = (model + model_chunk - 1) / model_chunk;
+    pool_->parallel_for(part_count * model_chunks, [&](int64_t task) {
+        const Part& part = parts[task / model_chunks];
+        const int64_t begin = task % model_chunks * model_chunk, end = std::min(begin + model_chunk, model);
+        const Operand down = operand(table, part.slot, plan.down);
+        TileBuffer tile;
+        const uint8_t* rows[TILE];
+        for (int64_t i = 0; i < part.count; i += TILE) {
+            const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
+            for (int t = 0; t < n; ++t) rows[t] = hidden_act + stride * static_cast<size_t>(part.hidden + i + t);
+            multiply_tile(down, begin, end, rows, n, tile);
+            for (int t = 0; t < n; ++t)
+                std::memcpy(call.out + call.dest[part.first + i + t] * model + begin, tile[t],
+                            static_cast<size_t>(end - begin) * sizeof(float));
+        }
+    });
+}
+
+void Engine::dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out) {
+    std::lock_guard lock(mutex_);
+    const size_t row_bytes = static_cast<size_t>(format.row_bytes(cols));
+    pool_->parallel_for(rows, [&](int64_t r) {
+        format.dequantize(w + static_cast<size_t>(r) * row_bytes, cols, out + r * cols);
+    });
+}
+
+void Engine::embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out) {
+    std::lock_guard lock(mutex_);
+    const size_t row_bytes = static_cast<size_t>(format.row_bytes(cols));
+    pool_->parallel_for(count, [&](int64_t i) {
+        format.dequantize(w + static_cast<size_t>(ids[i]) * row_bytes, cols, out + i * cols);
+    });
+}
+
+}  // namespace lean

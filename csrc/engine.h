@@ -1,0 +1,95 @@
+// Products of whole matrices and whole experts, on the thread pool.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "dequant.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace lean {
+
+struct Matrix {
+    const Format* format = nullptr;
+    Layout layout = CANONICAL;
+    int64_t rows = 0;
+    int64_t cols = 0;
+    int64_t bytes() const { return rows * format->row_bytes(cols); }
+};
+
+// Throws std::invalid_argument unless a product of this type and shape exists.
+Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols);
+
+// One matrix of an expert: where it lies in the expert's bytes, its bias and its scale (offset -1: none).
+struct ExpertMatrix {
+    Matrix matrix;
+    int64_t offset = 0;
+    int64_t bias = -1;
+    int64_t scale = -1;
+};
+
+struct FfnPlan {
+    ExpertMatrix gate, up, down;
+    int64_t slot_bytes = 0;
+};
+
+struct FfnCall {
+    std::vector<const uint8_t*> slots;
+    std::vector<int64_t> counts;
+    const int32_t* token;
+    const int32_t* dest;
+    int64_t pairs;  // sum of counts
+    const float* x;
+    int64_t tokens;
+    float* out;
+    int64_t out_rows;
+    Activation activation;
+};
+
+// Grows and is kept, so that steady calls allocate nothing.
+class Scratch {
+public:
+    uint8_t* get(size_t bytes);
+    size_t bytes() const { return size_; }
+    void release();
+
+private:
+    struct Free {
+        void operator()(uint8_t* p) const;
+    };
+    std::unique_ptr<uint8_t, Free> data_;
+    size_t size_ = 0;
+};
+
+class Engine {
+public:
+    // The process's engine. A forked child gets a fresh one, since threads do not survive a fork.
+    static Engine& get();
+
+    void linear(const uint8_t* w, const Matrix& matrix, const float* x, int64_t tokens, float* out);
+    void moe_ffn(const FfnPlan& plan, const FfnCall& call);
+    void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
+    void embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out);
+
+    int threads();
+    void set_threads(int threads);
+    const KernelTable& table() const { return *table_; }
+    void set_table(const KernelTable& table) { table_ = &table; }
+    size_t scratch_bytes();
+    void release_scratch();
+
+private:
+    Engine();
+    void ffn_part(const FfnPlan& plan, const FfnCall& call, const struct Part* parts, int64_t part_count,
+                  int64_t pairs);
+
+    std::mutex mutex_;  // one call at a time: the threads are already shared by it
+    std::unique_ptr<ThreadPool> pool_;
+    std::atomic<const KernelTable*> table_;
+    Scratch act_, hidden_, hidden_act_, index_;
+};
+
+}  // namespace lean

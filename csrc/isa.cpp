@@ -1,0 +1,114 @@
+#include "isa.h"
+
+#include <cmath>
+#include <csetjmp>
+#include <csignal>
+#include <cstring>
+
+#include "dequant.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace lean {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Features {
+    bool avx2 = false;
+    bool avx512 = false;
+};
+
+uint64_t enabled_state() {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+Features detect() {
+    unsigned a, b, c, d, b7, c7, d7;
+    Features found;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return found;
+    const uint64_t state = enabled_state();
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return found;
+    const bool ymm = (state & 0x06) == 0x06;  // SSE and AVX registers
+    const bool zmm = (state & 0xe6) == 0xe6;  // and the three parts of AVX-512's
+    found.avx2 = ymm && (c & bit_AVX) && (c & bit_FMA) && (c & bit_F16C) && (b7 & bit_AVX2);
+    found.avx512 = found.avx2 && zmm && (b7 & bit_AVX512F) && (b7 & bit_AVX512BW) && (b7 & bit_AVX512VL) &&
+                   (b7 & bit_AVX512DQ) && (c7 & bit_AVX512VNNI);
+    return found;
+}
+
+// Every kernel of `table` on a small fixed matrix, compared with the portable unit.
+bool agrees_with_portable(const KernelTable& table) {
+    constexpr int64_t cols = 512;
+    alignas(64) static uint8_t w[16 * cols * 4];
+    alignas(64) static uint8_t act[act_stride(ACT_F32, cols)];
+    static float x[cols];
+    for (int64_t i = 0; i < cols; ++i) x[i] = static_cast<float>((i * 37 + 11) % 101 - 50) / 50.0f;
+    for (int32_t k = 0; k < table.kernel_count; ++k) {
+        const Kernel& kernel = table.kernels[k];
+        const Kernel* reference = nullptr;
+        for (int32_t p = 0; p < portable_table().kernel_count; ++p)
+            if (portable_table().kernels[p].qtype == kernel.qtype) reference = &portable_table().kernels[p];
+        if (reference == nullptr || kernel.layout != CANONICAL) continue;
+        for (size_t i = 0; i < sizeof(w); ++i) w[i] = static_cast<uint8_t>((i * 73 + 5) % 60);
+        const uint8_t* row = act;
+        float got[TILE], want[TILE];
+        table.quantize[kernel.partner](x, cols, act);
+        kernel.dot(w, cols, &row, 1, got);
+        portable_table().quantize[kernel.partner](x, cols, act);
+        reference->dot(w, cols, &row, 1, want);
+        if (!(std::fabs(got[0] - want[0]) <= 1e-3f * (std::fabs(want[0]) + 1e-6f))) return false;
+    }
+    return true;
+}
+
+thread_local sigjmp_buf escape;
+
+void on_fault(int) { siglongjmp(escape, 1); }
+
+// A virtual machine may list instructions that it then refuses; that must cost speed, not the process.
+bool runs(const KernelTable& table) {
+    struct sigaction guard, before;
+    std::memset(&guard, 0, sizeof(guard));
+    guard.sa_handler = on_fault;
+    sigemptyset(&guard.sa_mask);
+    if (sigaction(SIGILL, &guard, &before) != 0) return false;
+    volatile bool good = false;
+    if (sigsetjmp(escape, 1) == 0) good = agrees_with_portable(table);
+    sigaction(SIGILL, &before, nullptr);
+    return good;
+}
+
+#endif
+
+std::vector<const KernelTable*> probe() {
+    std::vector<const KernelTable*> tables = {&portable_table()};
+#if defined(__x86_64__)
+    const Features features = detect();
+    if (features.avx2 && runs(avx2_table())) tables.push_back(&avx2_table());
+    if (features.avx512 && runs(avx512_table())) tables.push_back(&avx512_table());
+#endif
+    return tables;
+}
+
+}  // namespace
+
+std::vector<std::string> compiled_isas() {
+    std::vector<std::string> names = {portable_table().name};
+#if defined(__x86_64__)
+    names.push_back(avx2_table().name);
+    names.push_back(avx512_table().name);
+#endif
+    return names;
+}
+
+const std::vector<const KernelTable*>& available_tables() {
+    static const std::vector<const KernelTable*> tables = probe();
+    return tables;
+}
+
+}  // namespace lean

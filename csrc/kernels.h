@@ -1,0 +1,84 @@
+// What an instruction-set unit offers to the rest of the extension. Plain C types only: this header is compiled
+// with different instruction sets, so it must not emit anything the linker could share between them.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace lean {
+
+// ggml type ids, for the types that have a product of their own.
+enum QType : int32_t {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+    Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
+};
+
+// How the bytes of a matrix are arranged. A rearranged layout is a new value here and new rows in the tables.
+enum Layout : int32_t { CANONICAL = 0 };
+
+// What the activations are rounded to before the product.
+enum Partner : int32_t { ACT_F32, ACT_F16, ACT_BF16, ACT_Q8_K, ACT_Q8_0, ACT_Q8_1, ACT_COUNT };
+
+// One rounded activation row is private to the unit that made it. Eight-bit partners hold groups of 256
+// elements, the last one padded with zeros; a Q8_K row has its scales behind the groups. Float partners hold
+// the rounded values as float32, padded with zeros to whole groups.
+struct ActGroup {
+    uint8_t q[256];      // int8, or int8 + 128 where the unit multiplies biased activations
+    float s[8];          // per 32 elements: scale * sum(q)   (Q8_1: rounded to half)
+    union {
+        int16_t sums[16];  // Q8_K: sum(q) per 16 elements
+        float d[8];        // Q8_0, Q8_1: scale per 32 elements
+    };
+};
+constexpr int64_t GROUP = 256;
+constexpr int TILE = 8;        // activation rows that one call of a product takes at most
+constexpr int64_t ROW_CHUNK = 64;  // weight rows of one task at most
+
+constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; }
+
+// Bytes between activation rows: an odd number of cache lines, so that rows do not compete for cache sets.
+constexpr size_t act_stride(Partner partner, int64_t cols) {
+    const size_t groups = static_cast<size_t>(act_groups(cols));
+    const size_t bytes = partner <= ACT_BF16 ? groups * GROUP * sizeof(float)
+                                             : groups * (sizeof(ActGroup) + sizeof(float));
+    const size_t lines = (bytes + 63) / 64;
+    return (lines | 1) * 64;
+}
+
+// Rounds x[cols] into one activation row.
+using QuantizeFn = void (*)(const float* x, int64_t cols, uint8_t* act);
+
+// Products of `rows` consecutive weight rows (of `cols` elements, starting at `w`) with n <= TILE activation
+// rows: out[t * rows + r]. The order of additions of one (row, token) pair does not depend on n.
+using DotFn = void (*)(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out);
+
+struct Kernel {
+    int32_t qtype;
+    Layout layout;
+    Partner partner;
+    int32_t rows;
+    DotFn dot;
+};
+
+struct Activation {
+    enum Kind : int32_t { SILU, GELU_TANH, SWIGLU_OAI } kind;
+    float limit;  // SWIGLU_OAI: gate is clamped to at most this, up to both signs of it
+    float alpha;  // SWIGLU_OAI: factor inside the sigmoid
+};
+
+// gate[i] = act(gate[i]) * up[i]
+using GluFn = void (*)(const Activation& act, float* gate, const float* up, int64_t n);
+
+struct KernelTable {
+    const char* name;
+    QuantizeFn quantize[ACT_COUNT];
+    const Kernel* kernels;
+    int32_t kernel_count;
+    GluFn glu;
+};
+
+const KernelTable& portable_table();
+const KernelTable& avx2_table();
+const KernelTable& avx512_table();
+
+}  // namespace lean

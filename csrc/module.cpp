@@ -1,0 +1,150 @@
+// The Python face of the extension. Callers pass addresses of buffers whose sizes they have checked against
+// the shapes given here (leanmoe/kernels/cpu.py does); everything that a shape implies is checked again.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "engine.h"
+#include "isa.h"
+
+namespace nb = nanobind;
+using namespace lean;
+
+namespace {
+
+template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+const Format& format_of(int32_t qtype) {
+    const Format* format = find_format(qtype);
+    if (format == nullptr) throw std::invalid_argument("no format for tensor type " + std::to_string(qtype));
+    return *format;
+}
+
+int64_t check_section(int64_t offset, int64_t bytes, int64_t slot_bytes, const char* what) {
+    if (offset < 0 || bytes > slot_bytes || offset > slot_bytes - bytes)
+        throw std::invalid_argument(std::string(what) + " ends outside the expert's " + std::to_string(slot_bytes) +
+                                    " bytes");
+    return offset;
+}
+
+// (qtype, layout, rows, cols, offset, bias offset or -1, scale offset or -1)
+ExpertMatrix expert_matrix(int32_t qtype, int32_t layout, int64_t rows, int64_t cols, int64_t offset, int64_t bias,
+                           int64_t scale, int64_t slot_bytes) {
+    ExpertMatrix m;
+    m.matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
+    m.offset = check_section(offset, m.matrix.bytes(), slot_bytes, "a matrix");
+    m.bias = bias < 0 ? -1 : check_section(bias, rows * 4, slot_bytes, "a bias");
+    m.scale = scale < 0 ? -1 : check_section(scale, 4, slot_bytes, "a scale");
+    return m;
+}
+
+class Plan {
+public:
+    using Spec = std::vector<int64_t>;
+    Plan(const Spec& gate, const Spec& up, const Spec& down, int64_t slot_bytes) {
+        plan_.slot_bytes = slot_bytes;
+        plan_.gate = read(gate);
+        plan_.up = read(up);
+        plan_.down = read(down);
+        const Matrix &g = plan_.gate.matrix, &u = plan_.up.matrix, &d = plan_.down.matrix;
+        if (g.rows != u.rows || g.cols != u.cols || d.cols != g.rows || d.rows != g.cols)
+            throw std::invalid_argument("gate, up and down do not fit together");
+    }
+
+    void run(const std::vector<uintptr_t>& slots, std::vector<int64_t> counts, uintptr_t token, uintptr_t dest,
+             int64_t pairs, uintptr_t x, int64_t tokens, uintptr_t out, int64_t out_rows, int kind, float limit,
+             float alpha) const {
+        if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
+            throw std::invalid_argument("unknown activation " + std::to_string(kind));
+        FfnCall call;
+        for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
+        call.counts = std::move(counts);
+        call.token = pointer<const int32_t>(token);
+        call.dest = pointer<const int32_t>(dest);
+        call.pairs = pairs;
+        call.x = pointer<const float>(x);
+        call.tokens = tokens;
+        call.out = pointer<float>(out);
+        call.out_rows = out_rows;
+        call.activation = {static_cast<Activation::Kind>(kind), limit, alpha};
+        nb::gil_scoped_release released;
+        Engine::get().moe_ffn(plan_, call);
+    }
+
+private:
+    ExpertMatrix read(const Spec& s) const {
+        if (s.size() != 7) throw std::invalid_argument("a matrix is described by 7 numbers");
+        return expert_matrix(static_cast<int32_t>(s[0]), static_cast<int32_t>(s[1]), s[2], s[3], s[4], s[5], s[6],
+                             plan_.slot_bytes);
+    }
+    FfnPlan plan_;
+};
+
+void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int64_t cols, uintptr_t x, int64_t tokens,
+            uintptr_t out) {
+    const Matrix matrix = make_matrix(qtype, CANONICAL, rows, cols);
+    if (matrix.bytes() != w_bytes)
+        throw std::invalid_argument("the matrix takes " + std::to_string(matrix.bytes()) + " bytes, not " +
+                                    std::to_string(w_bytes));
+    nb::gil_scoped_release released;
+    Engine::get().linear(pointer<const uint8_t>(w), matrix, pointer<const float>(x), tokens, pointer<float>(out));
+}
+
+void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
+    const Format& format = format_of(qtype);
+    if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+    nb::gil_scoped_release released;
+    Engine::get().dequantize(pointer<const uint8_t>(w), format, rows, cols, pointer<float>(out));
+}
+
+void embed(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t ids, int64_t count, uintptr_t out) {
+    const Format& format = format_of(qtype);
+    if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+    const int64_t* id = pointer<const int64_t>(ids);
+    for (int64_t i = 0; i < count; ++i)
+        if (id[i] < 0 || id[i] >= rows)
+            throw std::invalid_argument("row " + std::to_string(id[i]) + " is outside a table of " +
+                                        std::to_string(rows));
+    nb::gil_scoped_release released;
+    Engine::get().embed(pointer<const uint8_t>(w), format, cols, id, count, pointer<float>(out));
+}
+
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const KernelTable* table : available_tables()) names.push_back(table->name);
+    return names;
+}
+
+void set_isa(const std::string& name) {
+    for (const KernelTable* table : available_tables())
+        if (name == table->name) return Engine::get().set_table(*table);
+    throw std::invalid_argument("this processor cannot run '" + name + "'");
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+    m.doc() = "Products straight from quantised blocks, on the CPU.";
+    nb::class_<Plan>(m, "Plan")
+        .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
+        .def("run", &Plan::run);
+    m.def("linear", &linear);
+    m.def("dequantize", &dequantize);
+    m.def("embed", &embed);
+    m.def("product_types", [] {
+        std::vector<int32_t> types;
+        for (int32_t i = 0; i < portable_table().kernel_count; ++i)
+            types.push_back(portable_table().kernels[i].qtype);
+        return types;
+    });
+    m.def("set_num_threads", [](int n) { Engine::get().set_threads(n); });
+    m.def("get_num_threads", [] { return Engine::get().threads(); });
+    m.def("isa", [] { return std::string(Engine::get().table().name); });
+    m.def("set_isa", &set_isa);
+    m.def("available_isas", &available_isas);
+    m.def("compiled_isas", &compiled_isas);
+    m.def("scratch_bytes", [] { return Engine::get().scratch_bytes(); });
+    m.def("release_scratch", [] { Engine::get().release_scratch(); });
+}
