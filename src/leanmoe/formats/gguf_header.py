@@ -31,6 +31,7 @@ MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NESTING = 4
 MAX_NESTED_ARRAYS = 1 << 18
 MAX_DIMS = 4
+MAX_ALIGNMENT = 1 << 20
 _FIRST_READ = 1 << 20
 
 KIND_UINT32, KIND_BOOL, KIND_STRING, KIND_ARRAY = 4, 7, 8, 9
@@ -244,8 +245,10 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
 
 def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.error(f"general.alignment is {alignment!r}; a power of two was wanted")
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise cursor.error(
+            f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} was wanted"
+        )
     return alignment
 
 

@@ -1,0 +1,40 @@
+"""The list of digests of a pack, in the text format of `b3sum`: `<64 hexadecimal digits>  <name>` a line."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from leanmoe.errors import FormatError
+
+LINE = re.compile(r"([0-9a-f]{64})  ([\w./]{1,255})", re.ASCII)
+MANIFEST, TRUNK, EXPERTS, DIGESTS = "manifest.json", "trunk.gguf", "experts", "digests"
+MAX_DIGESTS_BYTES = 256 << 20
+
+
+def expert_name(layer: int, expert: int) -> str:
+    """The path of an expert's file within a pack."""
+    return f"{EXPERTS}/{layer:03d}/{expert:03d}"
+
+
+def format_digests(digests: Mapping[str, bytes]) -> bytes:
+    """The text of a digest list."""
+    return "".join(f"{digest.hex()}  {name}\n" for name, digest in digests.items()).encode()
+
+
+def read_digests(path: Path) -> dict[str, bytes]:
+    """The digests in the list `path`, by name. Raises `FormatError` if it is malformed, `OSError`."""
+    size = path.stat().st_size
+    if size > MAX_DIGESTS_BYTES:
+        raise FormatError(f"{path}: {size} bytes long; a digest list has at most {MAX_DIGESTS_BYTES}")
+    digests: dict[str, bytes] = {}
+    text = path.read_bytes().decode("ascii", errors="replace")
+    if not text.endswith("\n"):
+        raise FormatError(f"{path}: does not end with a whole line; it is cut short")
+    for number, line in enumerate(text[:-1].split("\n"), 1):
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise FormatError(f"{path}: line {number} is {line[:80]!r}; '<blake3 digest>  <name>' was wanted")
+        if match[2] in digests:
+            raise FormatError(f"{path}: line {number} lists '{match[2]}' a second time")
+        digests[match[2]] = bytes.fromhex(match[1])
+    return digests

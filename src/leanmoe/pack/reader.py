@@ -1,0 +1,132 @@
+"""Opens a pack, after checking that it is complete and consistent."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+
+from leanmoe.errors import FormatError, UsageError
+from leanmoe.formats.gguf import GGUFFile, read_gguf
+from leanmoe.pack.digests import DIGESTS, MANIFEST, TRUNK, expert_name, read_digests
+from leanmoe.pack.manifest import MAX_MANIFEST_BYTES, LayerManifest, Manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """An open pack: its manifest, the header of its trunk, and the digest of every file."""
+
+    path: Path
+    manifest: Manifest
+    trunk: GGUFFile
+    digests: Mapping[str, bytes]
+
+    def expert_path(self, layer: int, expert: int) -> Path:
+        """The file of one expert."""
+        return self.path / expert_name(layer, expert)
+
+    def expert_digest(self, layer: int, expert: int) -> bytes:
+        """The 32-byte blake3 digest of one expert's file."""
+        return self.digests[expert_name(layer, expert)]
+
+    @property
+    def trunk_digest(self) -> bytes:
+        """The 32-byte blake3 digest of trunk.gguf."""
+        return self.digests[TRUNK]
+
+
+def open_pack(path: Path | str) -> Pack:
+    """Opens the pack in directory `path`. Checks everything but the contents of the trunk and the experts:
+    the manifest, the trunk's header, that the list of digests is complete, and the size of every file.
+
+    Raises `UsageError` if `path` is no pack, `FormatError` for one that is damaged, and `UnsupportedError`
+    for one written by a newer lean. Each names the file.
+    """
+    path = Path(path)
+    _check_is_pack(path)
+    try:
+        manifest, digests = read_manifest(path)
+        for layer in manifest.layers:
+            _check_files(path, layer)
+        trunk = _open_trunk(path, manifest)
+    except OSError as error:
+        raise FormatError(
+            f"{error.filename or path}: cannot be read: {error.strerror}; pack again"
+        ) from error
+    return Pack(path, manifest, trunk, digests)
+
+
+def _check_is_pack(path: Path) -> None:
+    if path.is_file():
+        if path.suffix == ".gguf":
+            raise UsageError(f"{path}: is a GGUF file, not a pack; make one with: lean pack {path}")
+        raise UsageError(f"{path}: is a file; a pack is a directory NAME.lmpack made by: lean pack FILE.gguf")
+    if not path.is_dir():
+        partial = path.with_name(path.name + ".partial")
+        if partial.is_dir():
+            raise UsageError(
+                f"{path}: packing was not finished ({partial.name}); run lean pack again to resume"
+            )
+        raise UsageError(f"{path}: no such pack; make one with: lean pack FILE.gguf")
+    if path.suffix == ".partial":
+        raise UsageError(f"{path}: packing was not finished; run lean pack again to resume")
+    if not (path / MANIFEST).is_file():
+        raise FormatError(
+            f"{path}: has no {MANIFEST}, so it is not a pack; make one with: lean pack FILE.gguf"
+        )
+
+
+def read_manifest(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """Manifest and digests of the pack in `path`, checked together. Raises `FormatError`, `OSError`."""
+    manifest_path = path / MANIFEST
+    size = manifest_path.stat().st_size
+    if size > MAX_MANIFEST_BYTES:
+        raise FormatError(f"{manifest_path}: {size} bytes long; at most {MAX_MANIFEST_BYTES} are read")
+    text = manifest_path.read_bytes()
+    manifest = Manifest.from_json(text, manifest_path)
+    digests = read_digests(path / DIGESTS)
+    wanted = manifest.expert_files + 2
+    if len(digests) != wanted:
+        raise FormatError(f"{path / DIGESTS}: lists {len(digests)} files; the manifest has {wanted}")
+    experts = ((layer.layer, expert) for layer in manifest.layers for expert in range(layer.expert_count))
+    for name in (MANIFEST, TRUNK, *(expert_name(*pair) for pair in experts)):
+        if name not in digests:
+            raise FormatError(f"{path / DIGESTS}: has no digest for {name}")
+    if blake3.blake3(text).digest() != digests[MANIFEST]:
+        raise FormatError(
+            f"{manifest_path}: its digest is not the one in {DIGESTS}; it was altered: pack again"
+        )
+    return manifest, digests
+
+
+def _check_files(path: Path, layer: LayerManifest) -> None:
+    """Every expert file of `layer` is there, with the right size."""
+    directory = (path / expert_name(layer.layer, 0)).parent
+    with os.scandir(directory) as entries:
+        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    for expert in range(layer.expert_count):
+        file = path / expert_name(layer.layer, expert)
+        size = sizes.get(file.name)
+        if size is None:
+            raise FormatError(
+                f"{file}: missing; lean verify lists every fault, lean pack makes the pack anew"
+            )
+        if size != layer.layout.file_bytes:
+            raise FormatError(
+                f"{file}: {size} bytes long; the manifest says {layer.layout.file_bytes}; "
+                "lean verify lists every fault"
+            )
+
+
+def _open_trunk(path: Path, manifest: Manifest) -> GGUFFile:
+    file = path / TRUNK
+    size = file.stat().st_size
+    if size != manifest.trunk_bytes:
+        raise FormatError(f"{file}: {size} bytes long; the manifest says {manifest.trunk_bytes}; pack again")
+    trunk = read_gguf(file)
+    if trunk.architecture != manifest.architecture:
+        raise FormatError(
+            f"{file}: its architecture is {trunk.architecture}; the manifest says {manifest.architecture}"
+        )
+    return trunk

@@ -1,0 +1,224 @@
+"""Writes a pack from a GGUF model. The order of writing, and what a kill leaves behind: docs/format.md."""
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import blake3
+
+from leanmoe.errors import BudgetError, FormatError, UsageError
+from leanmoe.formats.gguf import read_gguf
+from leanmoe.pack.consume import check_consumable
+from leanmoe.pack.copier import Copier, PackProgress, ProgressCallback, sync_directory
+from leanmoe.pack.digests import DIGESTS, EXPERTS, MANIFEST, format_digests
+from leanmoe.pack.journal import JOURNAL, Fingerprint, Journal
+from leanmoe.pack.plan import PackPlan, plan_pack
+from leanmoe.pack.steps import finished_parts, peak_growth, plan_steps
+from leanmoe.units import format_bytes
+
+_SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def default_output(source: Path) -> Path:
+    """The pack made of `source` where no name is given: beside it, NAME.lmpack."""
+    return source.with_name(_SPLIT_SUFFIX.sub("", source.stem) + ".lmpack")
+
+
+def pack_gguf(
+    source: Path | str, out: Path | str, *, consume: bool = False, progress: ProgressCallback | None = None
+) -> Path:
+    """Packs the GGUF model `source` (any shard of a split one) into the directory `out`, and returns `out`.
+
+    Writes to `out`.partial, which a later call with the same arguments resumes, and renames it last. With
+    `consume` the source's bytes are freed as they are packed, and its files deleted at the end.
+
+    Raises `UsageError` if `out` exists or the source cannot be consumed, `BudgetError` if the disk is too
+    small, `FormatError` and `UnsupportedError` for a source that is damaged, changed, or cannot be packed.
+    """
+    source, out = Path(source), Path(out)
+    try:
+        if os.path.lexists(out):
+            _finish_consuming(source, out, consume)
+        else:
+            _pack(source, out, consume, progress)
+    except OSError as error:
+        raise UsageError(f"{error.filename or out}: packing stopped: {error.strerror or error}") from error
+    return out
+
+
+def _pack(source: Path, out: Path, consume: bool, progress: ProgressCallback | None) -> None:
+    gguf = read_gguf(source)
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory; the pack {out.name} was to be written there")
+    if consume:
+        check_consumable(gguf.shards)
+    plan = plan_pack(gguf)
+    partial = out.with_name(out.name + ".partial")
+    partial.mkdir(exist_ok=True)
+    journal = Journal(partial)
+    try:
+        _fill(partial, plan, journal, gguf.shards, consume, progress)
+        if not consume:
+            journal.path.unlink()
+            sync_directory(partial)
+        os.rename(partial, out)
+        sync_directory(out.parent)
+        if consume:
+            _delete_source(gguf.shards, out)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        wanted = _space_wanted(plan, journal, frees_source=False)
+        raise BudgetError(
+            f"{error.filename or partial}: {error.strerror}; what is left to pack takes "
+            f"{format_bytes(wanted)} ({wanted} bytes): make room and run lean pack again to resume"
+        ) from error
+    finally:
+        journal.close()
+
+
+def _finish_consuming(source: Path, out: Path, consume: bool) -> None:
+    """`out` exists. If it is a finished pack whose source was still to be deleted, deletes that."""
+    if consume and (out / JOURNAL).is_file():
+        journal = Journal(out)
+        try:
+            files = journal.source.files if journal.source and journal.consuming else ()
+            if any(name == source.name for name, _, _ in files):
+                shards = ((source.with_name(name), size) for name, size, _ in files)
+                _delete_source((s for s, size in shards if s.exists() and s.stat().st_size == size), out)
+                return
+        finally:
+            journal.close()
+    raise UsageError(f"{out}: already exists; delete it, or give another name")
+
+
+def _delete_source(shards: Iterable[Path], out: Path) -> None:
+    for shard in shards:
+        shard.unlink()
+    (out / JOURNAL).unlink()
+    sync_directory(out)
+
+
+def _fill(
+    partial: Path,
+    plan: PackPlan,
+    journal: Journal,
+    shards: tuple[Path, ...],
+    consume: bool,
+    progress: ProgressCallback | None,
+) -> None:
+    """Makes `partial` a complete pack but for its name and the journal in it."""
+    manifest = plan.manifest.to_json()
+    source = Fingerprint.of(blake3.blake3(manifest).hexdigest(), shards)
+    if journal.source is None and _was_complete(partial, manifest):
+        return
+    fresh = journal.source is None
+    journal.check(source, consume)
+    _drop_unrecorded(partial, plan, journal)
+    try:
+        _check_space(partial.parent, plan, journal, shards, consume)
+    except BudgetError:
+        if fresh:
+            journal.path.unlink()
+            partial.rmdir()
+        raise
+    journal.begin(source, consume)
+    (partial / EXPERTS).mkdir(exist_ok=True)
+    _write_targets(partial, plan, journal, shards, progress)
+    if not consume and Fingerprint.of(source.manifest_digest, shards) != source:
+        raise FormatError(f"{shards[0]}: changed while it was packed; delete {partial} and pack again")
+    digests = {MANIFEST: blake3.blake3(manifest).digest()}
+    digests |= {target.name: journal.digests[target.name] for target in plan.targets}
+    _write_file(partial / MANIFEST, manifest)
+    _write_file(partial / DIGESTS, format_digests(digests))
+    sync_directory(partial)
+
+
+def _was_complete(partial: Path, manifest: bytes) -> bool:
+    """Whether an earlier run was killed between removing its journal and the last step, the renaming."""
+    if (partial / DIGESTS).exists() and (partial / MANIFEST).read_bytes() == manifest:
+        return True
+    if os.listdir(partial) != [JOURNAL]:
+        raise UsageError(f"{partial}: holds files of another pack; delete it and run lean pack again")
+    return False
+
+
+def _drop_unrecorded(partial: Path, plan: PackPlan, journal: Journal) -> None:
+    """Cuts off what is not recorded as on disk. Refuses if recorded bytes are gone, and the source's too."""
+    for target in plan.targets:
+        path = partial / target.name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            size = 0
+        recorded = target.nbytes if target.name in journal.digests else journal.marks.get(target.name, 0)
+        if size < recorded:
+            if journal.consuming:
+                raise FormatError(
+                    f"{path}: {size} bytes long, but {recorded} were written and freed from the source; "
+                    f"fetch the source again and delete {partial}"
+                )
+            journal.forget(target.name)
+            recorded = 0
+        if size > recorded:
+            os.truncate(path, recorded)
+
+
+def _check_space(
+    parent: Path, plan: PackPlan, journal: Journal, shards: tuple[Path, ...], consume: bool
+) -> None:
+    wanted = _space_wanted(
+        plan, journal, consume and all(s.stat().st_dev == parent.stat().st_dev for s in shards)
+    )
+    space = os.statvfs(parent)
+    free = space.f_bavail * space.f_frsize
+    if wanted > free:
+        raise BudgetError(
+            f"{parent}: packing needs {format_bytes(wanted)} ({wanted} bytes) more, but {format_bytes(free)} "
+            f"({free} bytes) are free; make room{'' if consume else ', or give --consume'}"
+        )
+    files = len(plan.targets) + len(plan.manifest.layers) - len(journal.digests)
+    if space.f_files and files > space.f_favail:
+        raise BudgetError(
+            f"{parent}: packing makes {files} files; its file system takes {space.f_favail} more"
+        )
+
+
+def _space_wanted(plan: PackPlan, journal: Journal, frees_source: bool) -> int:
+    """The bytes of disk that the rest of a pack needs at its worst moment."""
+    steps = plan_steps(plan.targets, journal.digests, journal.marks)
+    # Beside the targets: the manifest, and for each target a line in the journal and one in the digests.
+    lists = len(plan.manifest.to_json()) + 256 * len(plan.targets)
+    return peak_growth(steps, frees_source) + lists
+
+
+def _write_targets(
+    partial: Path,
+    plan: PackPlan,
+    journal: Journal,
+    shards: tuple[Path, ...],
+    progress: ProgressCallback | None,
+) -> None:
+    finished = finished_parts(plan.targets, journal.digests, journal.marks)
+    done, total = sum(part.end for part in finished), plan.nbytes
+
+    def report(nbytes: int, name: str) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(PackProgress(done, total, name))
+
+    with Copier(partial, shards, journal, report) as copier:
+        copier.free(finished)
+        for step in plan_steps(plan.targets, dict(journal.digests), dict(journal.marks)):
+            copier.write_step(step)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
