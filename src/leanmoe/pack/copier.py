@@ -80,10 +80,8 @@ class Copier:
             outputs = []
             for part in step:
                 path = self.directory / part.target.name
-                if not path.parent.is_dir():
-                    path.parent.mkdir(parents=True)
-                    directories |= {self.directory, path.parent.parent}
-                directories.add(path.parent)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                directories |= {path.parent, path.parent.parent, self.directory}
                 output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 stack.callback(os.close, output)
                 outputs.append(output)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from leanmoe.errors import FormatError
 
-LINE = re.compile(r"([0-9a-f]{64})  ([\w./]{1,255})", re.ASCII)
+# No other name is ever looked up or written, so a list cannot lead outside its pack.
+NAME = r"manifest\.json|trunk\.gguf|experts/[0-9]{3,4}/[0-9]{3,5}"
+LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME})")
 MANIFEST, TRUNK, EXPERTS, DIGESTS = "manifest.json", "trunk.gguf", "experts", "digests"
 MAX_DIGESTS_BYTES = 256 << 20
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leanmoe.errors import FormatError, UsageError
-from leanmoe.pack.digests import LINE
+from leanmoe.pack.digests import LINE, NAME
 
 JOURNAL = "journal"
-_MARK = re.compile(r"mark (\d{1,19})  ([\w./]{1,255})", re.ASCII)
+_MARK = re.compile(rf"mark ([0-9]{{1,19}})  ({NAME})")
 _CONSUME = "consume"
 
 

@@ -44,9 +44,11 @@ def open_pack(path: Path | str) -> Pack:
     for one written by a newer lean. Each names the file.
     """
     path = Path(path)
-    _check_is_pack(path)
+    check_is_pack(path)
     try:
-        manifest, digests = read_manifest(path)
+        manifest = load_manifest(path)
+        digests = read_digests(path / DIGESTS)
+        _check_digests(path, manifest, digests)
         for layer in manifest.layers:
             _check_files(path, layer)
         trunk = _open_trunk(path, manifest)
@@ -57,7 +59,8 @@ def open_pack(path: Path | str) -> Pack:
     return Pack(path, manifest, trunk, digests)
 
 
-def _check_is_pack(path: Path) -> None:
+def check_is_pack(path: Path) -> None:
+    """Raises `UsageError` or `FormatError`, saying what to do, unless `path` looks like a finished pack."""
     if path.is_file():
         if path.suffix == ".gguf":
             raise UsageError(f"{path}: is a GGUF file, not a pack; make one with: lean pack {path}")
@@ -77,27 +80,29 @@ def _check_is_pack(path: Path) -> None:
         )
 
 
-def read_manifest(path: Path) -> tuple[Manifest, dict[str, bytes]]:
-    """Manifest and digests of the pack in `path`, checked together. Raises `FormatError`, `OSError`."""
-    manifest_path = path / MANIFEST
-    size = manifest_path.stat().st_size
+def load_manifest(path: Path) -> Manifest:
+    """The manifest of the pack in `path`, checked in itself. Raises as `Manifest.from_json`, or `OSError`."""
+    file = path / MANIFEST
+    size = file.stat().st_size
     if size > MAX_MANIFEST_BYTES:
-        raise FormatError(f"{manifest_path}: {size} bytes long; at most {MAX_MANIFEST_BYTES} are read")
-    text = manifest_path.read_bytes()
-    manifest = Manifest.from_json(text, manifest_path)
-    digests = read_digests(path / DIGESTS)
+        raise FormatError(f"{file}: {size} bytes long; at most {MAX_MANIFEST_BYTES} are read")
+    return Manifest.from_json(file.read_bytes(), file)
+
+
+def _check_digests(path: Path, manifest: Manifest, digests: Mapping[str, bytes]) -> None:
+    """The list has the manifest's own digest, and one for the trunk and each expert, and no other."""
+    file = path / DIGESTS
     wanted = manifest.expert_files + 2
     if len(digests) != wanted:
-        raise FormatError(f"{path / DIGESTS}: lists {len(digests)} files; the manifest has {wanted}")
+        raise FormatError(f"{file}: lists {len(digests)} files; the manifest has {wanted}; pack again")
     experts = ((layer.layer, expert) for layer in manifest.layers for expert in range(layer.expert_count))
     for name in (MANIFEST, TRUNK, *(expert_name(*pair) for pair in experts)):
         if name not in digests:
-            raise FormatError(f"{path / DIGESTS}: has no digest for {name}")
-    if blake3.blake3(text).digest() != digests[MANIFEST]:
+            raise FormatError(f"{file}: has no digest for {name}; pack again")
+    if blake3.blake3((path / MANIFEST).read_bytes()).digest() != digests[MANIFEST]:
         raise FormatError(
-            f"{manifest_path}: its digest is not the one in {DIGESTS}; it was altered: pack again"
+            f"{path / MANIFEST}: does not match its digest in {DIGESTS}; it was altered: pack again"
         )
-    return manifest, digests
 
 
 def _check_files(path: Path, layer: LayerManifest) -> None:

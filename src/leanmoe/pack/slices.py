@@ -63,6 +63,11 @@ class Split:
     skipped: tuple[TensorInfo, ...]
 
 
+def is_expert_tensor(name: str) -> bool:
+    """Whether a tensor of this name holds the routed experts of a layer, one after the other."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 def split_experts(gguf: GGUFFile) -> Split:
     """Takes `gguf` apart into experts, trunk and the blocks for multi-token prediction, which are skipped.
 
