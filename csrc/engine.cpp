@@ -110,7 +110,7 @@ template <class F> void for_each_wave(const FfnCall& call, int64_t limit, F&& ru
     if (filled > 0) run(parts, filled);
 }
 
-void check_call(const FfnPlan& plan, const FfnCall& call) {
+void check_call(const FfnCall& call) {
     if (call.slots.size() != call.counts.size()) throw std::invalid_argument("one count is wanted for each slot");
     int64_t pairs = 0;
     for (int64_t count : call.counts) {
@@ -128,7 +128,6 @@ void check_call(const FfnPlan& plan, const FfnCall& call) {
             throw std::invalid_argument("dest index " + std::to_string(call.dest[i]) + " is outside out, which has " +
                                         std::to_string(call.out_rows) + " rows");
     }
-    (void)plan;
 }
 
 }  // namespace
@@ -231,7 +230,7 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, const float* x, int6
 }
 
 void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
-    check_call(plan, call);
+    check_call(call);
     std::lock_guard lock(mutex_);
     const int64_t inner = plan.gate.matrix.rows;
     const int64_t limit =

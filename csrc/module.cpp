@@ -22,6 +22,12 @@ const Format& format_of(int32_t qtype) {
     return *format;
 }
 
+Activation activation(int kind, float limit, float alpha) {
+    if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
+        throw std::invalid_argument("unknown activation " + std::to_string(kind));
+    return {static_cast<Activation::Kind>(kind), limit, alpha};
+}
+
 int64_t check_section(int64_t offset, int64_t bytes, int64_t slot_bytes, const char* what) {
     if (offset < 0 || bytes > slot_bytes || offset > slot_bytes - bytes)
         throw std::invalid_argument(std::string(what) + " ends outside the expert's " + std::to_string(slot_bytes) +
@@ -56,8 +62,6 @@ public:
     void run(const std::vector<uintptr_t>& slots, std::vector<int64_t> counts, uintptr_t token, uintptr_t dest,
              int64_t pairs, uintptr_t x, int64_t tokens, uintptr_t out, int64_t out_rows, int kind, float limit,
              float alpha) const {
-        if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
-            throw std::invalid_argument("unknown activation " + std::to_string(kind));
         FfnCall call;
         for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
         call.counts = std::move(counts);
@@ -68,7 +72,7 @@ public:
         call.tokens = tokens;
         call.out = pointer<float>(out);
         call.out_rows = out_rows;
-        call.activation = {static_cast<Activation::Kind>(kind), limit, alpha};
+        call.activation = activation(kind, limit, alpha);
         nb::gil_scoped_release released;
         Engine::get().moe_ffn(plan_, call);
     }
@@ -111,6 +115,10 @@ void embed(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t ids
     Engine::get().embed(pointer<const uint8_t>(w), format, cols, id, count, pointer<float>(out));
 }
 
+void glu(int kind, float limit, float alpha, uintptr_t gate, uintptr_t up, int64_t n) {
+    Engine::get().table().glu(activation(kind, limit, alpha), pointer<float>(gate), pointer<const float>(up), n);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const KernelTable* table : available_tables()) names.push_back(table->name);
@@ -133,6 +141,7 @@ NB_MODULE(_cpu, m) {
     m.def("linear", &linear);
     m.def("dequantize", &dequantize);
     m.def("embed", &embed);
+    m.def("glu", &glu);
     m.def("product_types", [] {
         std::vector<int32_t> types;
         for (int32_t i = 0; i < portable_table().kernel_count; ++i)

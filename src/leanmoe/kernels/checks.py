@@ -1,0 +1,127 @@
+"""Checks of what a product is given. A bad call raises `ValueError` before anything is read."""
+
+import math
+
+import torch
+
+from leanmoe.formats.quant_types import QuantType
+from leanmoe.kernels.types import ExpertBatch, Weight
+from leanmoe.pack.layout import ExpertLayout, Section
+
+_DIMENSIONS = {"gate": 2, "up": 2, "down": 2}
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, device: torch.device
+) -> None:
+    """`tensor` must be contiguous, of this type and number of dimensions, on `device`."""
+    if tensor.dtype != dtype or tensor.dim() != dims or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dims}-dimensional {dtype} tensor on {device}, not "
+            f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            f"{'' if tensor.is_contiguous() else ', not contiguous'}"
+        )
+
+
+def check_bytes(name: str, data: torch.Tensor, qtype: QuantType, rows: int, cols: int) -> None:
+    """`data` must be exactly the bytes of `rows` rows of `cols` elements of this type."""
+    if rows < 0 or cols <= 0 or cols % qtype.block:
+        raise ValueError(f"{name}: {rows} x {cols} is not made of whole {qtype.name} blocks ({qtype.block})")
+    wanted = rows * (cols // qtype.block) * qtype.block_bytes
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.numel() != wanted:
+        raise ValueError(
+            f"{name}: {rows} x {cols} {qtype.name} takes {wanted} bytes (uint8, 1-D), "
+            f"not {tuple(data.shape)} {data.dtype}"
+        )
+
+
+def check_linear(w: Weight, x: torch.Tensor) -> None:
+    """`w` and `x` must fit: x float32 [T, cols], on the weight's device."""
+    check_bytes("weight", w.data, w.qtype, *w.shape)
+    check_tensor("x", x, torch.float32, 2, w.data.device)
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} columns, the weight has {w.shape[1]}")
+
+
+def check_embed(w: Weight, ids: torch.Tensor) -> None:
+    """`ids` must be int64 [T] on the weight's device; their range is checked where they are read."""
+    check_bytes("weight", w.data, w.qtype, *w.shape)
+    check_tensor("ids", ids, torch.int64, 1, w.data.device)
+
+
+def check_layout(layout: ExpertLayout) -> tuple[int, int]:
+    """(F, D): hidden and model width of an expert whose sections fit together and lie inside its file."""
+    for name in ("gate", "up", "down"):
+        if name not in layout.sections:
+            raise ValueError(f"the expert has no {name} section")
+    inner, width = _pair(layout.sections["gate"])
+    shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    sizes = {"gate": inner, "up": inner, "down": width}
+    for name, section in layout.sections.items():
+        matrix, _, extra = name.partition("_")
+        if matrix not in _DIMENSIONS or extra not in ("", "bias", "scale"):
+            raise ValueError(f"an expert has no section named {name}")
+        if extra:
+            wanted = sizes[matrix] if extra == "bias" else 1
+            good = (
+                section.qtype.name == "F32"
+                and math.prod(section.shape) == wanted
+                and section.nbytes == 4 * wanted
+            )
+        else:
+            good = section.shape == shapes[
+                matrix
+            ] and section.nbytes == inner * width // section.qtype.block * (section.qtype.block_bytes)
+            good = good and section.shape[1] % section.qtype.block == 0
+        if not good:
+            raise ValueError(f"section {name} ({section}) does not fit an expert of F={inner}, D={width}")
+        if section.offset < 0 or section.offset + section.nbytes > layout.file_bytes:
+            raise ValueError(f"section {name} ends outside the expert's {layout.file_bytes} bytes")
+    return inner, width
+
+
+def check_indices(batch: ExpertBatch, tokens: int, out_rows: int) -> None:
+    """The values of a batch's counts and indices: `tokens` rows of x, `out_rows` rows of the output."""
+    if sum(batch.counts) != batch.token.shape[0] or min(batch.counts, default=0) < 0:
+        raise ValueError(f"counts {list(batch.counts)} do not sum to {batch.token.shape[0]} token indices")
+    check_range("token", batch.token, tokens)
+    check_range("dest", batch.dest, out_rows)
+
+
+def check_range(name: str, index: torch.Tensor, rows: int) -> None:
+    """Every index must name one of `rows` rows."""
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
+        raise ValueError(f"{name} index is outside 0 to {rows - 1}")
+
+
+def _pair(section: Section) -> tuple[int, int]:
+    if len(section.shape) != 2 or min(section.shape) <= 0:
+        raise ValueError(f"gate must be a matrix, not {section.shape}")
+    return section.shape[0], section.shape[1]
+
+
+def check_batch(
+    layout: ExpertLayout, width: int, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Everything about a batch but the values of its indices, which are checked where they are read."""
+    device = x.device
+    check_tensor("x", x, torch.float32, 2, device)
+    check_tensor("out", out, torch.float32, 2, device)
+    check_tensor("token", batch.token, torch.int32, 1, device)
+    check_tensor("dest", batch.dest, torch.int32, 1, device)
+    if x.shape[1] != width or out.shape[1] != width:
+        raise ValueError(f"x and out have {x.shape[1]} and {out.shape[1]} columns, the experts have {width}")
+    if batch.token.shape != batch.dest.shape or len(batch.slots) != len(batch.counts):
+        raise ValueError("a batch needs as many counts as slots, and as many dest as token indices")
+    size = layout.file_bytes
+    for slot in batch.slots:
+        if (
+            slot.dtype != torch.uint8
+            or slot.numel() != size
+            or slot.device != device
+            or not slot.is_contiguous()
+        ):
+            raise ValueError(
+                f"a slot must be {size} contiguous uint8 on {device}, "
+                f"not {slot.numel()} {slot.dtype} on {slot.device}"
+            )

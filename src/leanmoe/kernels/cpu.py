@@ -1,0 +1,227 @@
+"""Products on the CPU: checks, then the C++ extension; types without a product there go through exact
+dequantisation.
+
+The bits of an output element depend only on its weight row's bytes and its token's activations (for one
+instruction set): not on the number of tokens, the grouping of experts or the number of threads.
+"""
+
+import logging
+from functools import cache
+
+import torch
+
+from leanmoe.errors import UnsupportedError
+from leanmoe.formats.quant_types import BY_NAME, QuantType
+from leanmoe.kernels import _cpu
+from leanmoe.kernels.checks import (
+    check_batch,
+    check_bytes,
+    check_embed,
+    check_indices,
+    check_layout,
+    check_linear,
+    check_range,
+)
+from leanmoe.kernels.dequant_numpy import dequantize_rows
+from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
+from leanmoe.pack.layout import ExpertLayout, Section
+
+_log = logging.getLogger(__name__)
+_PRODUCTS = frozenset(_cpu.product_types())
+_CHUNK_BYTES = 8 << 20  # float32 rows that the slower path holds at a time
+_CANONICAL = 0
+_LAYOUTS = {"canonical": _CANONICAL}
+_F32 = BY_NAME["F32"]
+
+# Layouts are few and live as long as their pack; the kept reference makes the id a safe key.
+_plans: dict[int, tuple[ExpertLayout, "_cpu.Plan | None", int, int]] = {}
+_MAX_PLANS = 4096
+
+
+def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
+    """x @ w.T: float32 [T, rows] for x float32 [T, cols]. Raises `ValueError` where they do not fit."""
+    check_linear(w, x)
+    out = torch.empty((x.shape[0], w.shape[0]), dtype=torch.float32)
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return out
+    if w.qtype.id in _PRODUCTS:
+        _linear(w.data, w.qtype, w.shape, x, out)
+    else:
+        _linear_dequantized(w, x, out)
+    return out
+
+
+def _linear(
+    data: torch.Tensor, qtype: QuantType, shape: tuple[int, int], x: torch.Tensor, out: torch.Tensor
+) -> None:
+    _cpu.linear(
+        data.data_ptr(), data.numel(), qtype.id, shape[0], shape[1], x.data_ptr(), x.shape[0], out.data_ptr()
+    )
+
+
+def _linear_dequantized(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
+    _say_slow(w.qtype.name)
+    rows, cols = w.shape
+    row_bytes = w.qtype.row_bytes(cols)
+    step = max(1, _CHUNK_BYTES // (4 * cols))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        part = dequantize_rows(w.data[begin * row_bytes : end * row_bytes], w.qtype, end - begin, cols)
+        product = torch.empty((x.shape[0], end - begin), dtype=torch.float32)
+        _linear(part.view(-1).view(torch.uint8), _F32, (end - begin, cols), x, product)
+        out[:, begin:end] = product
+
+
+@cache
+def _say_slow(name: str) -> None:
+    _log.warning(
+        "%s has no product of its own: it is multiplied through dequantisation, which is slower", name
+    )
+
+
+def embed(w: Weight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` (int64 [T]) of the table as float32 [T, cols]. Raises `ValueError` for a row outside it."""
+    check_embed(w, ids)
+    out = torch.empty((ids.shape[0], w.shape[1]), dtype=torch.float32)
+    if w.qtype.id in _PRODUCTS:
+        _cpu.embed(w.data.data_ptr(), w.qtype.id, *w.shape, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        return out
+    check_range("row", ids, w.shape[0])
+    rows = w.data.view(w.shape[0], -1)[ids].view(-1)
+    return dequantize_rows(rows, w.qtype, ids.shape[0], w.shape[1])
+
+
+def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> torch.Tensor:
+    """The exact values of `data` as float32 of `shape` (its last dimension holds whole blocks)."""
+    cols = shape[-1] if shape else 1
+    rows = int(torch.Size(shape[:-1]).numel())
+    check_bytes("data", data, qtype, rows, cols)
+    if qtype.id not in _PRODUCTS:
+        return dequantize_rows(data, qtype, rows, cols).view(shape)
+    out = torch.empty(shape, dtype=torch.float32)
+    _cpu.dequantize(data.data_ptr(), qtype.id, rows, cols, out.data_ptr())
+    return out
+
+
+def moe_ffn(
+    layout: ExpertLayout, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor, name: str = "silu"
+) -> None:
+    """out[dest[i]] = down(act(gate x[token[i]]) * up x[token[i]]) for each i, all experts in one call.
+
+    x is float32 [T, D], out float32 [R, D]. Biases and scales of the layout are applied to their products.
+    Raises `ValueError` for a batch that does not fit, `UnsupportedError` for an unknown section layout.
+    """
+    act = activation(name)
+    known = _plans.get(id(layout)) or _make_plan(layout)
+    _, plan, inner, width = known
+    check_batch(layout, width, batch, x, out)
+    if plan is None:
+        _ffn_dequantized(layout, inner, batch, x, out, act)
+        return
+    plan.run(
+        [slot.data_ptr() for slot in batch.slots],
+        list(batch.counts),
+        batch.token.data_ptr(),
+        batch.dest.data_ptr(),
+        batch.token.shape[0],
+        x.data_ptr(),
+        x.shape[0],
+        out.data_ptr(),
+        out.shape[0],
+        act.code,
+        act.limit,
+        act.alpha,
+    )
+
+
+def _make_plan(layout: ExpertLayout) -> tuple[ExpertLayout, "_cpu.Plan | None", int, int]:
+    inner, width = check_layout(layout)
+    gate, up, down = (_spec(layout, name) for name in ("gate", "up", "down"))
+    fast = all(layout.sections[name].qtype.id in _PRODUCTS for name in ("gate", "up", "down"))
+    plan = _cpu.Plan(gate, up, down, layout.file_bytes) if fast else None
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[id(layout)] = known = (layout, plan, inner, width)
+    return known
+
+
+def _spec(layout: ExpertLayout, name: str) -> list[int]:
+    section = layout.sections[name]
+    if section.layout not in _LAYOUTS:
+        raise UnsupportedError(f"section layout {section.layout!r} is unknown; known: {', '.join(_LAYOUTS)}")
+    extras = [layout.sections.get(f"{name}_{extra}") for extra in ("bias", "scale")]
+    offsets = [-1 if extra is None else extra.offset for extra in extras]
+    return [section.qtype.id, _LAYOUTS[section.layout], *section.shape, section.offset, *offsets]
+
+
+def _ffn_dequantized(
+    layout: ExpertLayout, inner: int, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor, act: Activation
+) -> None:
+    """The same as one fused call, expert by expert and product by product, for types without a product."""
+    check_indices(batch, x.shape[0], out.shape[0])
+    begin = 0
+    for slot, count in zip(batch.slots, batch.counts, strict=True):
+        rows = x[batch.token[begin : begin + count].long()]
+        gate = _expert_product(layout, slot, "gate", rows)
+        up = _expert_product(layout, slot, "up", rows)
+        _cpu.glu(act.code, act.limit, act.alpha, gate.data_ptr(), up.data_ptr(), count * inner)
+        out[batch.dest[begin : begin + count].long()] = _expert_product(layout, slot, "down", gate)
+        begin += count
+
+
+def _expert_product(layout: ExpertLayout, slot: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
+    section = layout.sections[name]
+    y = linear(Weight(_section_bytes(slot, section), section.qtype, (section.shape[0], section.shape[1])), x)
+    if scale := layout.sections.get(f"{name}_scale"):
+        y *= _section_bytes(slot, scale).clone().view(torch.float32)
+    if bias := layout.sections.get(f"{name}_bias"):
+        y += _section_bytes(slot, bias).clone().view(torch.float32)
+    return y
+
+
+def _section_bytes(slot: torch.Tensor, section: Section) -> torch.Tensor:
+    return slot[section.offset : section.offset + section.nbytes]
+
+
+def set_num_threads(n: int) -> None:
+    """Uses `n` threads, the caller among them, for every product. Raises `ValueError` unless 1 to 1024."""
+    _cpu.set_num_threads(n)
+
+
+def get_num_threads() -> int:
+    """Threads that share a product; at first the number of processors that this process may use."""
+    return _cpu.get_num_threads()
+
+
+def isa() -> str:
+    """The instruction set in use: "portable", "avx2" or "avx512"."""
+    return _cpu.isa()
+
+
+def available_isas() -> list[str]:
+    """The instruction sets that this processor has been seen to run, slowest first."""
+    return _cpu.available_isas()
+
+
+def compiled_isas() -> list[str]:
+    """The instruction sets in this build, slowest first."""
+    return _cpu.compiled_isas()
+
+
+def set_isa(name: str) -> None:
+    """Uses this instruction set from now on. Raises `UnsupportedError` where this processor cannot."""
+    if name not in available_isas():
+        raise UnsupportedError(
+            f"instruction set {name!r} cannot be used; this processor has {available_isas()}"
+        )
+    _cpu.set_isa(name)
+
+
+def scratch_bytes() -> int:
+    """Bytes of scratch that the products hold. They grow to what the largest call needed, and stay."""
+    return _cpu.scratch_bytes()
+
+
+def release_scratch() -> None:
+    """Frees the scratch; the next call allocates what it needs."""
+    _cpu.release_scratch()

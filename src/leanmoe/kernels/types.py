@@ -1,0 +1,56 @@
+"""What a product is given: one weight matrix, or a group of experts with their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from leanmoe.formats.quant_types import QuantType
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix as it stands in the file: `data` (uint8, 1-D, any device) holds `shape[0]` rows of `shape[1]`."""
+
+    data: torch.Tensor
+    qtype: QuantType
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBatch:
+    """Experts of one layer with the tokens routed to them.
+
+    `slots[e]` (uint8, 1-D) is the whole file of expert `e`, on the device. The first `counts[0]` entries of
+    `token` and `dest` (int32, 1-D) belong to expert 0, and so on: expert `e` is applied to row `token[i]` of
+    x and writes row `dest[i]` of the output. No row of the output may be named twice.
+    """
+
+    slots: Sequence[torch.Tensor]
+    counts: Sequence[int]
+    token: torch.Tensor
+    dest: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A gated activation. `code` is the extension's; `limit` and `alpha` belong to "swiglu_oai" alone."""
+
+    code: int
+    limit: float = 7.0
+    alpha: float = 1.702
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation(0),  # silu(gate) * up
+    "gelu": Activation(1),  # gelu(gate), tanh form, * up
+    "swiglu_oai": Activation(2),  # g = min(gate, 7), u = clamp(up, -7, 7): g * sigmoid(1.702 g) * (u + 1)
+}
+
+
+def activation(name: str) -> Activation:
+    """The gated activation of that name. Raises `ValueError` for an unknown one."""
+    found = ACTIVATIONS.get(name)
+    if found is None:
+        raise ValueError(f"activation {name!r} is unknown; known: {', '.join(ACTIVATIONS)}")
+    return found
