@@ -1,0 +1,399 @@
+"""The expert cache of one device: which experts are in slots, who is using them, and what is being read.
+
+The idea in short. `acquire` looks its experts up: those in a slot are pinned (hits), those being read by
+someone else are joined, and for the rest a slot is claimed, a free one or a victim's, and a read is queued.
+The caller iterates and gets *groups* of leases as they become ready, hits first; asking for the next group
+gives the last one back. When there are fewer slots than experts asked for, the remainder is deferred and read
+in waves, into the slots that its own earlier groups give back.
+
+A slot is either free, or belongs to one expert and is listed in `_resident`. It is *pinned* while its bytes
+are on their way (by the reader) and while anyone was promised it or holds it; only an unpinned one can be
+evicted. Hence a leased slot is never overwritten, an evicted one never read, and a slot is handed out only
+after its bytes have arrived.
+
+No two acquires can block each other for ever: an acquire waits only when it has nothing ready, having given
+back its last group, so all that a waiting acquire pins are reads in flight, which end by themselves. Whoever
+holds ready leases is computing and will give them back. None is starved either: acquires that wait with no
+read in flight stand in a queue, and only its head may claim slots. (One thread must not acquire from a cache
+while it holds a group of the same cache.)
+
+One lock guards all of it. Readers hold it only to publish; nothing under it touches the disk.
+"""
+
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from leanmoe.errors import LeanError
+from leanmoe.experts.device import Device, Fence
+from leanmoe.experts.policy import LRU, Key, Phase, Policy
+from leanmoe.experts.readers import Readers
+from leanmoe.experts.slots import SlotClass, SlotPlan
+from leanmoe.experts.stats import CacheStats, Counters
+from leanmoe.experts.store import ExpertStore
+
+# How often a starved acquire looks for leases that were dropped without being given back.
+_RECLAIM_SECONDS = 1.0
+
+
+class Lease:
+    """One expert in a slot: `data` is its whole file, uint8 [file_bytes], on the cache's device.
+
+    Valid until the iterator that yielded it is asked for its next group or closed; read-only.
+    """
+
+    __slots__ = ("data", "expert", "layer")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.layer, self.expert, self.data = -1, -1, data
+
+
+class _Slot(Lease):
+    """A lease is the slot itself, so that a hit allocates nothing.
+
+    `waiting` lists the acquires to tell when the read ends, and is None once the bytes are there.
+    """
+
+    __slots__ = ("fence", "key", "pins", "waiting")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data)
+        self.key: Key = (-1, -1)
+        self.pins = 0
+        self.waiting: list[Acquire] | None = None
+        self.fence: Fence = None
+
+    def assign(self, key: Key) -> None:
+        self.key = key
+        self.layer, self.expert = key
+
+
+class _Shelf:
+    """The slots of one size class, free ones apart, with the policy that rules them."""
+
+    def __init__(self, facts: SlotClass, slots: list[_Slot], policy: Policy) -> None:
+        self.facts = facts
+        self.free = slots
+        self.policy = policy
+        self.starved: deque[Acquire] = deque()
+
+
+class Acquire(Iterator[list[Lease]]):
+    """Iterates over groups of ready leases; each expert asked for comes exactly once, in any order.
+
+    Resuming gives back the group before; so does `close`, leaving the `with` block, or dropping the iterator
+    (then at the cache's leisure). `next` raises `ExpertReadError` if one of the experts could not be read,
+    and `LeanError` if the cache was closed; the iterator is then exhausted and holds nothing.
+    """
+
+    __slots__ = ("_cache", "deferred", "error", "held", "phase", "reading", "ready", "shelf")
+
+    def __init__(self, cache: "ExpertCache", shelf: _Shelf, phase: Phase) -> None:
+        self._cache = cache
+        self.shelf = shelf
+        self.phase = phase
+        self.deferred: deque[Key] = deque()  # not yet given a slot
+        self.reading: list[_Slot] = []  # pinned, on their way
+        self.ready: list[_Slot] = []  # pinned, to be handed out
+        self.held: Sequence[_Slot] = ()  # pinned, handed out
+        self.error: Exception | None = None
+
+    def __next__(self) -> list[Lease]:
+        return self._cache._next_group(self)
+
+    def close(self) -> None:
+        """Gives everything back and forgets what was not handed out; may be called again."""
+        self._cache._close_acquire(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run anywhere, even inside the cache's own locked code: only note it, without a lock.
+        if self.held or self.ready or self.reading:
+            self._cache._dropped.append(self)
+
+
+class ExpertCache:
+    """Experts of some layers in the slots of one device. Any number of threads may use it.
+
+    `plan` says how many slots of each size; `readers` does the reads (shared; its owner closes it later).
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        plan: SlotPlan,
+        device: Device,
+        readers: Readers,
+        policy: Callable[[SlotClass], Policy] = LRU,
+    ) -> None:
+        self.plan = plan
+        self._store = store
+        self._device = device
+        self._readers = readers
+        self._resident: dict[Key, _Slot] = {}
+        self._dropped: deque[Acquire] = deque()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._shelves: dict[int, _Shelf] = {}
+        self._experts = {layer.layer: layer.expert_count for layer in store.pack.manifest.layers}
+        self._counters = Counters(layer for c in plan.classes for layer in c.layers)
+        arena, start = device.allocate(plan.slot_bytes), 0
+        for c in plan.classes:
+            end = start + c.bytes
+            slots = [_Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
+            shelf = _Shelf(c, slots, policy(c))
+            self._shelves |= dict.fromkeys(c.layers, shelf)
+            start = end
+
+    def acquire(self, layer: int, experts: Sequence[int], phase: Phase = Phase.DECODE) -> Acquire:
+        """Pins the resident `experts` (distinct ids) of `layer`, queues reads of the others; never waits.
+
+        Raises `ValueError` for an expert that does not exist and `LeanError` if the cache is closed.
+        """
+        if experts and (min(experts) < 0 or max(experts) >= self._experts[layer]):
+            raise ValueError(
+                f"layer {layer} has experts 0 to {self._experts[layer] - 1}, not {list(experts)}"
+            )
+        shelf = self._shelves[layer]
+        acquire = Acquire(self, shelf, phase)
+        keys = [(layer, expert) for expert in experts]
+        with self._lock:
+            if self._closed:
+                raise _closed_error()
+            if self._dropped:
+                self._reclaim()
+            for key in keys:
+                if (slot := self._resident.get(key)) is None:
+                    acquire.deferred.append(key)
+                else:
+                    self._promise(slot, acquire)
+            hits, joined = len(acquire.ready), len(acquire.reading)
+            self._counters.count(layer, hits, joined, len(keys) - hits - joined)
+            shelf.policy.on_use(keys, phase)
+            if acquire.deferred:
+                self._start_reads(acquire)
+        return acquire
+
+    def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
+        """Reads experts into free slots in the background, in this order, behind every demand read.
+
+        Nothing is evicted for them. Each future is True if the expert was read, False if it was there already
+        or no slot of its size was free; it holds the error of a failed read, and is cancelled when the
+        readers close.
+        """
+        return [self._readers.submit_background(partial(self._preload_one, key)) for key in keys]
+
+    def resident(self) -> list[Key]:
+        """The experts whose bytes are in a slot now."""
+        with self._lock:
+            return [key for key, slot in self._resident.items() if slot.waiting is None]
+
+    @property
+    def stats(self) -> CacheStats:
+        with self._lock:
+            return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Wakes every waiting acquire with an error and lets go of the slots; may be called again.
+
+        Leases that are held stay readable: no read into their slots is started any more.
+        """
+        with self._lock:
+            self._closed = True
+            self._resident.clear()
+            for shelf in self._shelves.values():
+                shelf.free.clear()
+            self._changed.notify_all()
+
+    # Everything below is called by `Acquire` and by reader threads.
+
+    def _next_group(self, acquire: Acquire) -> list[Lease]:
+        with self._lock:
+            self._give_back(acquire)
+            if acquire.deferred or acquire.reading:
+                self._start_reads(acquire)
+                self._wait_until_ready(acquire)
+            if acquire.error is not None:
+                error = acquire.error
+                self._abandon(acquire)
+                raise copy.copy(error) from error  # a copy, since several acquires may raise it at once
+            if not acquire.ready:
+                raise StopIteration
+            group = acquire.ready
+            blocked = acquire.deferred and not acquire.reading
+            if blocked and len(group) > 1 and acquire.phase is Phase.DECODE:
+                # Every slot is taken: keep half back, to compute while the next are read. Not in a prefill:
+                # what is kept back is pinned, so the next reads could only evict what was just given back.
+                half = len(group) // 2
+                group, acquire.ready = group[:half], group[half:]
+            else:
+                acquire.ready = []
+            acquire.held = group
+            return list(group)
+
+    def _start_reads(self, acquire: Acquire) -> None:
+        """Gives slots to as many of the deferred experts as there are slots to be had."""
+        shelf = acquire.shelf
+        # A prefill holds few slots at a time, so that it does not displace more of what decoding uses.
+        limit = shelf.facts.slots
+        if acquire.phase is Phase.PREFILL:
+            limit = max(shelf.facts.floor // 2, min(2 * self._readers.count, limit // 4))
+        while acquire.deferred and not self._closed and len(acquire.reading) < limit:
+            key = acquire.deferred[0]
+            slot = self._resident.get(key)  # another acquire may have fetched it meanwhile
+            if slot is None:
+                if shelf.starved and shelf.starved[0] is not acquire:
+                    return
+                if (slot := self._claim(shelf, key, acquire.phase)) is None:
+                    return
+                self._readers.submit(partial(self._read, slot))
+            acquire.deferred.popleft()
+            self._promise(slot, acquire)
+
+    def _promise(self, slot: _Slot, acquire: Acquire) -> None:
+        slot.pins += 1
+        if slot.waiting is None:
+            acquire.ready.append(slot)
+        else:
+            slot.waiting.append(acquire)
+            acquire.reading.append(slot)
+
+    def _claim(self, shelf: _Shelf, key: Key, phase: Phase) -> _Slot | None:
+        """A slot for `key`, pinned for the reader; None if every slot is pinned."""
+        if shelf.free:
+            slot = shelf.free.pop()
+        else:
+            victim = shelf.policy.victim(key, phase, lambda k: self._resident[k].pins > 0)
+            if victim is None:
+                return None
+            slot = self._resident.pop(victim)
+            shelf.policy.on_evict(victim)
+            self._counters.evictions += 1
+        slot.assign(key)
+        slot.pins, slot.waiting = 1, []
+        self._resident[key] = slot
+        shelf.policy.on_insert(key, phase)
+        return slot
+
+    def _wait_until_ready(self, acquire: Acquire) -> None:
+        """Waits until something is ready or has failed, starting deferred reads as slots become free."""
+        starved, began = acquire.shelf.starved, time.perf_counter()
+        try:
+            while not acquire.ready and acquire.error is None:
+                if self._closed:
+                    acquire.error = _closed_error()
+                    return
+                if acquire.reading:
+                    self._changed.wait()
+                else:
+                    if acquire not in starved:
+                        starved.append(acquire)
+                    self._changed.wait(_RECLAIM_SECONDS)
+                    self._reclaim()
+                self._start_reads(acquire)
+                if acquire.reading or acquire.ready:
+                    self._leave_queue(acquire)
+        finally:
+            self._leave_queue(acquire)
+            self._counters.stall_seconds += time.perf_counter() - began
+
+    def _leave_queue(self, acquire: Acquire) -> None:
+        if acquire in acquire.shelf.starved:
+            acquire.shelf.starved.remove(acquire)
+            self._changed.notify_all()  # the next in the queue may claim now
+
+    def _read(self, slot: _Slot) -> Exception | None:
+        """In a reader thread: fills the slot, then hands it to those who wait for it, or frees it."""
+        error: Exception | None = None
+        try:
+            self._device.load(slot.data, partial(self._store.read_into, slot.key), slot.fence)
+        except Exception as failed:
+            error = failed  # belongs to the acquires that wait for it, not to this thread
+        with self._lock:
+            waiting, slot.waiting = slot.waiting or [], None
+            if error is None:
+                slot.pins -= 1
+                self._counters.reads += 1
+                self._counters.read_bytes += slot.data.numel()
+            else:
+                self._free(slot)
+            for acquire in waiting:
+                acquire.reading.remove(slot)
+                if error is None:
+                    acquire.ready.append(slot)
+                else:
+                    acquire.error = error
+            self._changed.notify_all()
+        return error
+
+    def _free(self, slot: _Slot) -> None:
+        if not self._closed:
+            shelf = self._shelves[slot.layer]
+            del self._resident[slot.key]
+            shelf.policy.on_evict(slot.key)
+            shelf.free.append(slot)
+        slot.pins = 0
+
+    def _preload_one(self, key: Key) -> bool:
+        shelf = self._shelves[key[0]]
+        with self._lock:
+            if self._closed:
+                raise _closed_error()
+            if key in self._resident or not shelf.free:
+                return False
+            slot = self._claim(shelf, key, Phase.PRELOAD)
+        assert slot is not None  # one was free
+        if error := self._read(slot):
+            raise error
+        return True
+
+    def _give_back(self, acquire: Acquire) -> None:
+        if acquire.held:
+            fence = self._device.fence()
+            for slot in acquire.held:
+                slot.pins -= 1
+                slot.fence = fence
+            acquire.held = ()
+            if acquire.shelf.starved:
+                self._changed.notify_all()
+
+    def _abandon(self, acquire: Acquire) -> None:
+        """Unpins all that is promised; reads in flight go on, and leave their experts resident."""
+        self._give_back(acquire)
+        for slot in acquire.reading:
+            assert slot.waiting is not None
+            slot.waiting.remove(acquire)
+        for slot in (*acquire.ready, *acquire.reading):
+            slot.pins -= 1
+        acquire.ready, acquire.reading, acquire.error = [], [], None
+        acquire.deferred.clear()
+        if acquire.shelf.starved:
+            self._changed.notify_all()
+
+    def _close_acquire(self, acquire: Acquire) -> None:
+        with self._lock:
+            self._abandon(acquire)
+
+    def _reclaim(self) -> None:
+        while self._dropped:
+            self._abandon(self._dropped.popleft())
+
+
+def _closed_error() -> LeanError:
+    return LeanError("the expert cache is closed")

@@ -1,0 +1,169 @@
+"""All the experts of a model: its layers divided between the caches of one or more devices."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from leanmoe.errors import BudgetError, LeanError, UsageError
+from leanmoe.experts.cache import Acquire, ExpertCache
+from leanmoe.experts.device import open_device
+from leanmoe.experts.policy import LRU, Key, Phase, Policy
+from leanmoe.experts.readers import Readers
+from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
+from leanmoe.experts.stats import CacheStats
+from leanmoe.experts.store import ExpertStore, Verify
+from leanmoe.pack.layout import ExpertLayout
+from leanmoe.pack.manifest import Manifest
+from leanmoe.pack.reader import Pack
+
+
+class Placement(NamedTuple):
+    """A device, the bytes of it that expert slots may use, and its layers (None: a share in proportion)."""
+
+    device: torch.device | str
+    budget: int
+    layers: Sequence[int] | None = None
+
+
+class ExpertPool:
+    """Where the decoder gets its experts. Any number of threads may use it; close it when done.
+
+    `caches` serve disjoint sets of layers; `readers` is closed with the pool.
+    """
+
+    def __init__(self, store: ExpertStore, caches: Sequence[ExpertCache], readers: Readers) -> None:
+        self.caches = tuple(caches)
+        self._readers = readers
+        self._layers = {layer.layer: layer for layer in store.pack.manifest.layers}
+        self._cache_of = {layer: c for c in caches for group in c.plan.classes for layer in group.layers}
+
+    @classmethod
+    def open(
+        cls,
+        pack: Pack,
+        placements: Sequence[Placement],
+        *,
+        readers: int = 4,
+        verify: Verify = "first",
+        policy: Callable[[SlotClass], Policy] = LRU,
+        direct: bool = True,
+    ) -> Self:
+        """A pool over `pack` with one cache per placement and `readers` reading threads for all of them.
+
+        Raises `BudgetError` if a budget is below its floor, `UsageError` if the placements do not name every
+        layer once, `UnsupportedError` for a device that is not there.
+        """
+        plans = plan_placements(pack.manifest, placements)
+        store = ExpertStore(pack, verify=verify, direct=direct)
+        largest = max((c.size for plan in plans for c in plan.classes), default=1)
+        devices = [open_device(torch.device(p.device), readers, largest) for p in placements]
+        threads = Readers(readers)
+        try:
+            caches = [ExpertCache(store, p, d, threads, policy) for p, d in zip(plans, devices, strict=True)]
+        except BaseException:
+            threads.close()
+            raise
+        return cls(store, caches, threads)
+
+    def acquire(self, layer: int, experts: Sequence[int], phase: Phase = Phase.DECODE) -> Acquire:
+        """Groups of leases for the distinct `experts` of `layer`, as they become ready; see `ExpertCache`."""
+        return self._cache_of[layer].acquire(layer, experts, phase)
+
+    def layout(self, layer: int) -> ExpertLayout:
+        """Where gate, up and down lie inside each lease's `data` for `layer`."""
+        return self._layers[layer].layout
+
+    def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
+        """Reads experts into free slots in the background, in this order; see `ExpertCache.preload`."""
+        return [future for key in keys for future in self._cache_of[key[0]].preload([key])]
+
+    def load_all(self) -> int:
+        """Fills the free slots, layer by layer, and returns how many experts were read.
+
+        With `plan.fits` every expert is resident afterwards. Raises the first `ExpertReadError`, or
+        `LeanError` if the pool is closed meanwhile.
+        """
+        keys = [(m.layer, expert) for m in self._layers.values() for expert in range(m.expert_count)]
+        try:
+            return sum(future.result() for future in self.preload(keys))
+        except CancelledError:
+            raise LeanError("the expert pool was closed while loading") from None
+
+    @property
+    def plans(self) -> tuple[SlotPlan, ...]:
+        """The slots of each cache."""
+        return tuple(cache.plan for cache in self.caches)
+
+    @property
+    def stats(self) -> CacheStats:
+        """The counts of all caches together."""
+        return sum((cache.stats for cache in self.caches), CacheStats())
+
+    def resident(self) -> list[Key]:
+        """The experts whose bytes are in a slot now, on any device."""
+        return [key for cache in self.caches for key in cache.resident()]
+
+    def close(self) -> None:
+        """Fails whoever waits, ends the reading threads and frees the slots; may be called again."""
+        for cache in self.caches:
+            cache.close()
+        self._readers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def plan_placements(manifest: Manifest, placements: Sequence[Placement]) -> list[SlotPlan]:
+    """The slots of each placement, from the manifest alone.
+
+    Raises `BudgetError` (naming the device) or `UsageError` as `ExpertPool.open` does.
+    """
+    sizes = {layer.layer: layer.layout.file_bytes for layer in manifest.layers}
+    counts = {layer.layer: layer.expert_count for layer in manifest.layers}
+    given = [p.layers for p in placements if p.layers is not None]
+    if not given:
+        shares = split_layers({i: sizes[i] * counts[i] for i in sizes}, [p.budget for p in placements])
+    elif len(given) == len(placements) and sorted(i for share in given for i in share) == sorted(sizes):
+        shares = [tuple(share) for share in given]
+    else:
+        raise UsageError(
+            f"placements name the layers {[list(share) for share in given]}, but each of the layers "
+            f"{sorted(sizes)} must be named once, or none at all"
+        )
+    plans = []
+    for p, share in zip(placements, shares, strict=True):
+        try:
+            plan = plan_slots(
+                {i: sizes[i] for i in share},
+                {i: counts[i] for i in share},
+                manifest.expert_used_count,
+                p.budget,
+            )
+        except BudgetError as error:
+            raise BudgetError(f"{p.device}: {error}") from None
+        plans.append(plan)
+    return plans
+
+
+def split_layers(layer_bytes: Mapping[int, int], budgets: Sequence[int]) -> list[tuple[int, ...]]:
+    """Divides the layers, in order, into a run per budget, with expert bytes in proportion to the budgets."""
+    shares: list[list[int]] = [[] for _ in budgets]
+    total_bytes, total_budget = sum(layer_bytes.values()), sum(budgets)
+    before, device, reach = 0, 0, budgets[0] if budgets else 0
+    for layer in sorted(layer_bytes):
+        # A layer belongs to the device whose part of the whole its middle falls into.
+        middle = before + layer_bytes[layer] / 2
+        while device + 1 < len(budgets) and middle * total_budget >= reach * total_bytes:
+            device += 1
+            reach += budgets[device]
+        shares[device].append(layer)
+        before += layer_bytes[layer]
+    return [tuple(share) for share in shares]

@@ -1,0 +1,133 @@
+"""Reading expert files: direct or buffered, whole or not at all, checked against their digests."""
+
+import ctypes
+import gc
+import logging
+import mmap
+import os
+
+import pytest
+
+from expert_packs import contents, make_pack
+from leanmoe.errors import ExpertReadError
+from leanmoe.experts import ExpertStore
+
+SIZE = 16 * 4096
+
+
+@pytest.fixture
+def pack(tmp_path):
+    return make_pack(tmp_path / "small.lmpack", {0: SIZE}, 3, 1)
+
+
+def read(store, expert):
+    buffer = mmap.mmap(-1, SIZE)
+    store.read_into((0, expert), memoryview(buffer))
+    return buffer[:]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_reads_the_whole_file(pack, direct, verify):
+    store = ExpertStore(pack, direct=direct, verify=verify)
+    assert store.size(0) == SIZE
+    for _ in range(2):
+        assert {(0, e): read(store, e) for e in range(3)} == contents(pack)
+
+
+@pytest.mark.parametrize(
+    ("verify", "first", "second"), [("first", True, False), ("always", True, True), ("never", False, False)]
+)
+def test_verify_says_which_reads_check_the_digest(pack, verify, first, second):
+    """A flipped bit is found on the first read, unless the user chose otherwise."""
+    path = pack.expert_path(0, 1)
+    good = path.read_bytes()
+    bad = good[:-1] + bytes([good[-1] ^ 1])
+
+    def finds_fault(store):
+        try:
+            read(store, 1)
+        except ExpertReadError as error:
+            return f"{path} has digest" in str(error)
+        return False
+
+    path.write_bytes(bad)
+    assert finds_fault(ExpertStore(pack, verify=verify)) == first
+    path.write_bytes(good)
+    store = ExpertStore(pack, verify=verify)
+    read(store, 1)
+    path.write_bytes(bad)
+    assert finds_fault(store) == second
+
+
+def test_a_file_is_checked_again_after_it_failed(pack):
+    path = pack.expert_path(0, 1)
+    good, store = path.read_bytes(), ExpertStore(pack)
+    for data in (b"\0" * SIZE, b"\1" * SIZE):
+        path.write_bytes(data)
+        with pytest.raises(ExpertReadError):
+            read(store, 1)
+    path.write_bytes(good)
+    assert read(store, 1) == good
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_error_says_what_was_found_and_wanted(pack, direct):
+    path, store = pack.expert_path(0, 2), ExpertStore(pack, direct=direct)
+    path.write_bytes(b"\0" * 5000)
+    with pytest.raises(
+        ExpertReadError, match=f"{path} has 5000 bytes, not {SIZE}; .*lean verify {pack.path}"
+    ):
+        read(store, 2)
+    path.unlink()
+    with pytest.raises(ExpertReadError, match=f"{path} cannot be read: No such file"):
+        read(store, 2)
+    os.mkfifo(path)
+    with pytest.raises(ExpertReadError, match="not a regular file"):  # and does not wait for a writer
+        read(store, 2)
+
+
+def test_where_direct_reads_are_refused_buffered_ones_are_used_and_said_once(pack, caplog):
+    """Some network file systems refuse O_DIRECT: lean must work there, and say that it costs page cache.
+
+    A buffer off the page boundary makes any file system refuse the same way.
+    """
+    store = ExpertStore(pack)
+    buffer = memoryview(mmap.mmap(-1, SIZE + 4096))[8 : 8 + SIZE]
+    with caplog.at_level(logging.WARNING, "leanmoe.experts.store"):
+        for expert in range(3):
+            store.read_into((0, expert), buffer)
+            assert bytes(buffer) == contents(pack)[0, expert]
+    messages = [record.getMessage() for record in caplog.records]
+    if not messages:
+        pytest.skip("this file system takes unaligned direct reads")
+    assert len(messages) == 1
+    assert "refuses O_DIRECT" in messages[0]
+
+
+def cached_pages(path):
+    """How many pages of a file the page cache holds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as f, mmap.mmap(f.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * (SIZE // 4096))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(SIZE), pages) == 0
+        gc.collect()  # from_buffer keeps the mapping open until it is gone
+        return sum(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_reading_leaves_nothing_in_the_page_cache(pack, direct):
+    """Otherwise a run in a container is killed although lean keeps to its budget."""
+    paths = [pack.expert_path(0, expert) for expert in range(3)]
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    if sum(map(cached_pages, paths)):
+        pytest.skip("this file system keeps its files in memory")
+    store = ExpertStore(pack, direct=direct)
+    for expert in range(3):
+        read(store, expert)
+    assert sum(map(cached_pages, paths)) == 0
