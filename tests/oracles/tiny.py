@@ -1,0 +1,279 @@
+"""Tiny random models of every architecture, as a GGUF file and as the transformers model with equal weights.
+
+Shapes come from the families' own configurations, scaled down. Weights are Gaussian, scaled by fan-in so that
+attention is neither flat nor one-hot; norms and biases are far from 1 and 0, so that leaving one out shows.
+
+Plain Gaussian models are ill-conditioned: rounding the activations to 8 bits by itself swaps experts and best
+tokens. So each token's embedding leans towards two experts of each layer, and towards the output row of one
+other token, as in trained models; what remains is decided by the context.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+
+from oracles.quantise import dequantise, quantise, storage_type
+from oracles.tiny_tokenizer import EOS_ID, VOCAB_SIZE, add_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SMALL = dict(
+    vocab_size=VOCAB_SIZE,
+    max_position_embeddings=1024,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    eos_token_id=EOS_ID,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2)
+# Wide enough that each row of each matrix is a whole number of 256-element blocks.
+_WIDE = dict(hidden_size=256, intermediate_size=256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one architecture is configured in transformers and named in GGUF."""
+
+    architecture: str
+    hf: str
+    config: Mapping[str, Any]
+    expert_width: str = ""
+    permuted: bool = False
+    pre: str = "qwen2"
+
+
+_FAMILIES = {
+    "qwen3moe": _Family(
+        architecture="qwen3moe",
+        hf="Qwen3Moe",
+        config=_EXPERTS
+        | dict(intermediate_size=64, head_dim=32, moe_intermediate_size=32, norm_topk_prob=True),
+        expert_width="moe_intermediate_size",
+    ),
+    "qwen2moe": _Family(
+        architecture="qwen2moe",
+        hf="Qwen2Moe",
+        config=_EXPERTS
+        | dict(intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=64)
+        | dict(norm_topk_prob=False),
+        expert_width="moe_intermediate_size",
+    ),
+    "olmoe": _Family(
+        architecture="olmoe",
+        hf="Olmoe",
+        config=_EXPERTS | dict(intermediate_size=32, num_key_value_heads=4),
+        expert_width="intermediate_size",
+        pre="olmo",
+    ),
+    "mixtral": _Family(
+        architecture="llama",
+        hf="Mixtral",
+        config=dict(intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
+        expert_width="intermediate_size",
+        permuted=True,
+        pre="smollm",
+    ),
+    "llama": _Family("llama", "Llama", dict(intermediate_size=96), permuted=True, pre="smollm"),
+    "qwen2": _Family("qwen2", "Qwen2", dict(intermediate_size=96)),
+    "qwen3": _Family("qwen3", "Qwen3", dict(intermediate_size=96, head_dim=32)),
+}
+ARCHITECTURES = tuple(_FAMILIES)
+MOE_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.expert_width)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A GGUF file, and the float32 transformers model whose weights are what the file's blocks stand for."""
+
+    path: Path
+    hf_model: "PreTrainedModel"
+    config: Mapping[str, Any]
+    vocab_size: int = VOCAB_SIZE
+
+
+def tiny_gguf(path: Path, arch: str, quant: str = "F32", seed: int = 0, **overrides: Any) -> TinyModel:
+    """Write a random model of `arch` (one of `ARCHITECTURES`) to `path`; `overrides` are transformers' names.
+
+    `quant` is the type of every matrix but the router. Types other than F32, F16 and BF16 make a model of
+    width 256, with fallback types as llama-quantize where rows do not divide (`moe_intermediate_size=288`).
+    """
+    family = _FAMILIES[arch]
+    config: dict[str, Any] = _SMALL | dict(family.config)
+    if quant not in ("F32", "F16", "BF16"):
+        config |= _WIDE | {name: 256 for name in config if name.endswith("intermediate_size")}
+    config |= overrides
+    model = _random_hf_model(family, config, seed)
+    writer = gguf.GGUFWriter(path, family.architecture)
+    _add_metadata(writer, family, config, model.config)
+    add_tokenizer(writer, family.pre)
+    for tensor in _tensors(family, config, model.state_dict()):
+        tensor.write(writer, quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return TinyModel(path, model, config)
+
+
+def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "PreTrainedModel":
+    import transformers
+
+    hf_config = getattr(transformers, f"{family.hf}Config")(**config, tie_word_embeddings=False)
+    hf_config._attn_implementation = "eager"
+    hf_config._experts_implementation = "eager"
+    model: PreTrainedModel = getattr(transformers, f"{family.hf}ForCausalLM")(hf_config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(_scaled(name, noise))
+        _lean_to_experts_and_successors(model.state_dict(), generator)
+    return model
+
+
+def _lean_to_experts_and_successors(state: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
+    embedding, output = state["model.embed_tokens.weight"], state["lm_head.weight"]
+    vocab, width = embedding.shape
+    for name, router in state.items():
+        if name.endswith("mlp.gate.weight"):
+            ranks = torch.rand(vocab, len(router), generator=generator).argsort(dim=1)
+            directions = torch.nn.functional.normalize(router, dim=1) * (0.8 * width**0.5)
+            embedding += directions[ranks[:, 0]] + 0.8 * directions[ranks[:, 1]]
+    embedding /= embedding.square().mean(dim=1, keepdim=True).sqrt()
+    successor = torch.randperm(vocab, generator=generator)
+    output[successor] += embedding * (18.0 / width)
+
+
+def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+    if name.endswith("norm.weight"):
+        return 1.0 + 0.2 * noise
+    if name.endswith(".bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:
+        return noise
+    gains = {
+        "mlp.gate.weight": 1.0,
+        "lm_head.weight": 1.0,
+        "gate_up_proj": 1.5,
+        "down_proj": 0.8,
+        "o_proj": 0.8,
+    }
+    gain: float = next((gain for end, gain in gains.items() if end in name), 1.2)
+    return noise.mul(gain / noise.shape[-1] ** 0.5)
+
+
+def _add_metadata(
+    writer: gguf.GGUFWriter, family: _Family, config: Mapping[str, Any], hf_config: Any
+) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    writer.add_name(f"tiny random {family.architecture}")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(hf_config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(hf_config.rms_norm_eps)
+    writer.add_vocab_size(config["vocab_size"])
+    if family.expert_width:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if family.expert_width == "moe_intermediate_size":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the file and the parameter (or part of one) that it comes from."""
+
+    name: str
+    source: torch.Tensor
+    permuted_heads: int = 0
+
+    def write(self, writer: gguf.GGUFWriter, quant: str) -> None:
+        """Write it, and put back into the transformers model exactly the values that were stored."""
+        kind = "F32" if self._stays_f32() else storage_type(quant, self.source.shape[-1])
+        stored = self._reordered(self.source, to_gguf=True)
+        data = quantise(stored.contiguous().numpy(), kind)
+        if kind == "F32":
+            writer.add_tensor(self.name, data.view(np.float32))
+        else:
+            writer.add_tensor(self.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        with torch.no_grad():
+            self.source.copy_(self._reordered(torch.from_numpy(dequantise(data, kind)), to_gguf=False))
+
+    def _stays_f32(self) -> bool:
+        return self.source.ndim == 1 or "ffn_gate_inp" in self.name
+
+    def _reordered(self, rows: torch.Tensor, *, to_gguf: bool) -> torch.Tensor:
+        """Between half-split rotary rows (transformers) and interleaved ones (GGUF `llama`), per head."""
+        if not self.permuted_heads:
+            return rows
+        halves = (2, -1) if to_gguf else (-1, 2)
+        view = rows.reshape(self.permuted_heads, *halves, *rows.shape[1:])
+        return view.transpose(1, 2).reshape(rows.shape)
+
+
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+
+
+def _tensors(
+    family: _Family, config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> Iterator[_Tensor]:
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, value in state.items():
+        stem, _, suffix = name.rpartition(".")
+        if stem in _TOP:
+            yield _Tensor(f"{_TOP[stem]}.{suffix}", value)
+            continue
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        if part == "mlp.experts":
+            yield from _expert_tensors(f"blk.{layer}", suffix, value)
+            continue
+        short = _BLOCK[part]
+        permuted = heads.get(short, 0) if family.permuted else 0
+        flat = value[0] if short == "ffn_gate_inp_shexp" else value
+        yield _Tensor(f"blk.{layer}.{short}.{suffix}", flat, permuted)
+
+
+def _expert_tensors(block: str, parameter: str, value: torch.Tensor) -> Iterator[_Tensor]:
+    if parameter == "down_proj":
+        yield _Tensor(f"{block}.ffn_down_exps.weight", value)
+        return
+    width = value.shape[1] // 2
+    yield _Tensor(f"{block}.ffn_gate_exps.weight", value[:, :width])
+    yield _Tensor(f"{block}.ffn_up_exps.weight", value[:, width:])
