@@ -27,7 +27,7 @@ def dequantize_rows(data: torch.Tensor, qtype: QuantType, rows: int, cols: int) 
 
 
 def _few_bits(blocks: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.float32]:
-    """A half d, then the elements. Q1_0: one bit, set for +d and clear for -d. Q2_0: two bits, d * (bits - 1)."""
+    """A half d, then the elements. Q1_0: one bit, +d or (clear) -d. Q2_0: two bits, d * (bits - 1)."""
     scale: npt.NDArray[np.float32] = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = ((blocks[:, 2:, None] >> shifts) & (2**bits - 1)).reshape(len(blocks), -1).astype(np.float32)

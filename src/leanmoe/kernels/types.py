@@ -10,7 +10,7 @@ from leanmoe.formats.quant_types import QuantType
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix as it stands in the file: `data` (uint8, 1-D, any device) holds `shape[0]` rows of `shape[1]`."""
+    """A matrix as it stands in the file: `data` (uint8, 1-D, any device), rows and columns in `shape`."""
 
     data: torch.Tensor
     qtype: QuantType
