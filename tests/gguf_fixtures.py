@@ -33,6 +33,7 @@ def write_moe_gguf(
     dense_layers: tuple[int, ...] = (),
     nextn: int = 0,
     split_max_tensors: int = 0,
+    alignment: int = 0,
     seed: int = 0,
     keys: Mapping[str, Any] | None = None,
     skip: tuple[str, ...] = (),
@@ -44,6 +45,8 @@ def write_moe_gguf(
     """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
+    if alignment:
+        writer.add_custom_alignment(alignment)
     writer.add_name("tiny")
     numbers = {
         f"{arch}.block_count": layers,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from leanmoe.pack.plan import Piece
 from leanmoe.pack.steps import Part
 
 CHUNK = 4 << 20
+# Files synced at once: a file system commits them together, which is several times faster than one by one.
+_SYNCING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Copier:
             for shard in shards:
                 self._inputs[shard] = os.open(shard, flags)
                 stack.callback(os.close, self._inputs[shard])
+            self._syncing = stack.enter_context(ThreadPoolExecutor(_SYNCING))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Copier":
@@ -90,8 +94,8 @@ class Copier:
                     digests[part.target.name] = self._hasher.digest()
                 else:
                     marks[part.target.name] = part.end
+            list(self._syncing.map(os.fsync, outputs))
             for output in outputs:
-                os.fsync(output)
                 os.posix_fadvise(output, 0, 0, os.POSIX_FADV_DONTNEED)
         for directory in directories:
             sync_directory(directory)

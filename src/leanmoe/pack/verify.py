@@ -3,8 +3,11 @@
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import blake3
 
@@ -15,7 +18,8 @@ from leanmoe.pack.digests import DIGESTS, EXPERTS, MANIFEST, TRUNK, expert_name,
 from leanmoe.pack.manifest import Manifest
 from leanmoe.pack.reader import check_is_pack, load_manifest
 
-_CHUNK = 4 << 20
+_CHUNK = 2 << 20
+_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +72,49 @@ def _check_contents(
     owners = {digest: name for name, digest in digests.items()}
     total = sum(sizes.values())
     done = 0
-    with mmap.mmap(-1, _CHUNK) as pages, memoryview(pages) as buffer:  # page-aligned, as direct reads want
-        for name, wanted in digests.items():
-            try:
-                size = (path / name).stat().st_size
-                if size != sizes.get(name, size):
-                    yield Fault(name, f"{size} bytes long; {sizes[name]} were wanted")
-                elif (found := _digest(path / name, buffer)) != wanted:
-                    yield Fault(name, _mismatch(owners.get(found)))
-            except FileNotFoundError:
-                yield Fault(name, "missing")
-            except OSError as error:
-                yield Fault(name, f"cannot be read: {error.strerror}")
+    with ExitStack() as stack:
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        for _ in range(_READERS):  # page-aligned, as direct reads want
+            buffers.put(stack.enter_context(memoryview(stack.enter_context(mmap.mmap(-1, _CHUNK)))))
+        readers = stack.enter_context(ThreadPoolExecutor(_READERS))
+        stack.callback(readers.shutdown, cancel_futures=True)  # an interrupt does not wait for the rest
+
+        def check(name: str) -> str | None:
+            return _check_file(path / name, digests[name], sizes.get(name), owners, buffers)
+
+        for name, what in zip(digests, readers.map(check, digests), strict=True):
+            if what is not None:
+                yield Fault(name, what)
             done += sizes.get(name, 0)
             if progress is not None:
                 progress(PackProgress(done, total, name))
 
 
-def _mismatch(owner: str | None) -> str:
-    if owner is not None:
-        return f"holds the bytes of {owner}"
+def _check_file(
+    path: Path,
+    wanted: bytes,
+    wanted_size: int | None,
+    owners: Mapping[bytes, str],
+    buffers: SimpleQueue[memoryview],
+) -> str | None:
+    """What is wrong with one file, if anything."""
+    try:
+        size = path.stat().st_size
+        if wanted_size is not None and size != wanted_size:
+            return f"{size} bytes long; {wanted_size} were wanted"
+        buffer = buffers.get()
+        try:
+            found = _digest(path, buffer)
+        finally:
+            buffers.put(buffer)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found == wanted:
+        return None
+    if found in owners:
+        return f"holds the bytes of {owners[found]}"
     return "altered: its contents do not match its digest"
 
 

@@ -1,0 +1,84 @@
+"""Runs a function in a child process that dies, as by `kill -9` or a power cut, at the nth step it takes on disk."""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SURVIVED, FAILED = 0, 97
+_STEPS = ("write", "fsync", "mkdir", "rename", "unlink", "truncate", "ftruncate", "open", "rmdir")
+
+
+def run_and_die(act: Callable[[], object], nth: int, *, power_cut: Path | None = None) -> bool:
+    """Runs `act` in a child that is killed as it begins its nth step on disk; True if it ended before.
+
+    A write is torn: half of it happens. With `power_cut`, the files under that directory moreover lose all that
+    was not synced. Fails if `act` raises.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            _Killer(nth, power_cut).install()
+            act()
+            os._exit(SURVIVED)
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+            os._exit(FAILED)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return False
+    assert os.WEXITSTATUS(status) == SURVIVED, "the child raised; its traceback is on stderr"
+    return True
+
+
+class _Killer:
+    """Counts the calls that change the disk, and remembers which bytes of which file have been synced."""
+
+    def __init__(self, nth: int, power_cut: Path | None) -> None:
+        self.left, self.power_cut = nth, power_cut
+        self.lock = threading.Lock()
+        self.synced: dict[str, int] = self._sizes()  # what was there before is taken to be on disk
+        self.real = {name: getattr(os, name) for name in _STEPS}
+
+    def install(self) -> None:
+        for name in _STEPS:
+            setattr(os, name, self._wrapped(name))
+
+    def _wrapped(self, name: str) -> Callable[..., Any]:
+        real = self.real[name]
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            with self.lock:
+                self.left -= 1
+                if self.left == 0:
+                    if name == "write":
+                        real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                    self._die()
+                result = real(*args, **kwargs)
+                if name == "fsync":
+                    self.synced[os.readlink(f"/proc/self/fd/{args[0]}")] = os.fstat(args[0]).st_size
+                return result
+
+        return step
+
+    def _die(self) -> None:
+        if self.power_cut is not None:
+            for path, size in self._sizes().items():
+                kept = self.synced.get(path)
+                if kept is None:
+                    self.real["unlink"](path)
+                elif kept < size:
+                    self.real["truncate"](path, kept)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _sizes(self) -> dict[str, int]:
+        if self.power_cut is None:
+            return {}
+        return {str(p): p.stat().st_size for p in self.power_cut.rglob("*") if p.is_file()}
