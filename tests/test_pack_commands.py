@@ -1,0 +1,84 @@
+"""`lean pack`, `lean info` and `lean verify` as a user types them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from gguf_fixtures import write_moe_gguf
+from leanmoe.cli.pack_commands import info, pack, verify
+from leanmoe.errors import FormatError, UsageError
+
+app = typer.Typer()
+for command in (pack, info, verify):
+    app.command()(command)
+
+
+def lean(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_moe_gguf(tmp_path / "tiny.gguf", layers=3, nextn=1, extras=True)
+
+
+def test_pack_names_the_pack_it_made(tmp_path: Path, source: Path) -> None:
+    """A script could not go on with the result of `lean pack`."""
+    result = lean("pack", source)
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(tmp_path / "tiny.lmpack")
+    assert lean("pack", source, tmp_path / "other.lmpack").exit_code == 0
+    assert (tmp_path / "other.lmpack" / "manifest.json").exists()
+
+
+def test_pack_consume_deletes_the_source(tmp_path: Path, source: Path) -> None:
+    """The flag would do nothing."""
+    assert lean("pack", source, "--consume").exit_code == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.lmpack"]
+
+
+def test_info_says_the_same_of_a_gguf_and_its_pack(tmp_path: Path, source: Path) -> None:
+    """One could not judge a model before packing it."""
+    lean("pack", source)
+    bare = json.loads(lean("info", "--json", source).stdout)
+    packed = json.loads(lean("info", "--json", tmp_path / "tiny.lmpack").stdout)
+    assert (bare.pop("packed"), packed.pop("packed")) == (False, True)
+    assert bare.pop("path") != packed.pop("path")
+    assert bare == packed
+    assert (bare["architecture"], bare["layers"], bare["experts"], bare["top_k"]) == ("qwen3moe", 2, 4, 2)
+    assert (bare["context_length"], bare["chat_template"], bare["name"]) == (128, True, "tiny")
+    assert bare["expert_bytes_min"] == bare["expert_bytes_max"] == 8192
+    shown = lean("info", source).stdout
+    for words in ("qwen3moe", "4 a layer, top-2", "Q8_0", "128", "chat template"):
+        assert words in shown
+
+
+def test_info_on_a_dense_model(tmp_path: Path) -> None:
+    """Dense models would be shown with experts, or not at all."""
+    assert "none (dense)" in lean("info", write_moe_gguf(tmp_path / "m.gguf", experts=0)).stdout
+
+
+def test_verify_lists_faults_and_fails(tmp_path: Path, source: Path) -> None:
+    """A script would take a damaged pack for sound."""
+    lean("pack", source)
+    out = tmp_path / "tiny.lmpack"
+    result = lean("verify", out)
+    assert (result.exit_code, "no faults" in result.stdout) == (0, True)
+    (out / "experts/001/001").unlink()
+    (out / "experts/000/003").write_bytes(b"")
+    result = lean("verify", out)
+    assert result.exit_code == 1
+    assert "experts/001/001: missing" in result.stdout
+    assert "experts/000/003: 0 bytes long" in result.stdout
+    assert "2 faults" in result.stdout
+
+
+def test_errors_reach_the_entry_point_as_they_are(tmp_path: Path, source: Path) -> None:
+    """Mistakes would end in a traceback or in the wrong exit code."""
+    assert isinstance(lean("pack", tmp_path / "none.gguf").exception, UsageError)
+    source.write_bytes(b"GGUF")
+    assert isinstance(lean("info", source).exception, FormatError)
+    assert isinstance(lean("verify", source).exception, UsageError)
