@@ -232,6 +232,11 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, const float* x, int6
 void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     check_call(call);
     std::lock_guard lock(mutex_);
+    uint8_t* written = index_.get(static_cast<size_t>(call.out_rows));
+    std::memset(written, 0, static_cast<size_t>(call.out_rows));
+    for (int64_t i = 0; i < call.pairs; ++i)
+        if (written[call.dest[i]]++ != 0)
+            throw std::invalid_argument("dest names row " + std::to_string(call.dest[i]) + " twice");
     const int64_t inner = plan.gate.matrix.rows;
     const int64_t limit =
         std::max<int64_t>(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES / (static_cast<size_t>(inner) * sizeof(float))));

@@ -1,0 +1,213 @@
+"""Products with one matrix: what a model computes must be what its file says, on every processor, every time."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernel_fixtures import GGUF_ONLY_TYPES, PRODUCT_TYPES, exact, expected, random_weight, using
+from leanmoe import kernels
+from leanmoe.errors import UnsupportedError
+from leanmoe.formats.quant_types import BY_NAME
+from leanmoe.kernels import Weight, torch_reference
+
+ISAS = kernels.available_isas()
+
+
+def columns(name: str, blocks: int) -> int:
+    """A row length of that many blocks; types without blocks get lengths that are multiples of nothing."""
+    block = BY_NAME[name].block
+    return block * blocks if block > 1 else 29 * blocks + 1
+
+
+def inputs(tokens: int, cols: int, rng: np.random.Generator) -> torch.Tensor:
+    """Normal values with outliers of varied size, some blocks zero."""
+    x = rng.standard_normal((tokens, cols)) * np.exp(rng.standard_normal((tokens, cols)))
+    x[:, rng.integers(0, cols) :][:, :40] *= rng.integers(0, 2)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", PRODUCT_TYPES)
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(1, 70), tokens=st.integers(1, 20), blocks=st.integers(1, 11), seed=st.integers(0, 2**32)
+)
+def test_product_is_the_rounded_inputs_times_the_exact_weights(
+    name: str, isa: str, rows: int, tokens: int, blocks: int, seed: int
+) -> None:
+    """Otherwise the model's answers differ from llama.cpp's on the same file."""
+    rng = np.random.default_rng(seed)
+    w = random_weight(name, rows, columns(name, blocks), rng)
+    x = inputs(tokens, w.shape[1], rng)
+    with using(isa):
+        got = kernels.linear(w, x).double().numpy()
+    want, size = expected(w, x)
+    assert got.shape == (tokens, rows)
+    assert (np.abs(got - want) <= 1e-5 * size + 1e-30).all()
+    unrounded = x.double().numpy() @ exact(w.data, w.qtype, *w.shape).astype(np.float64).T
+    norms = np.linalg.norm(x.double().numpy(), axis=1)[:, None] * np.linalg.norm(
+        exact(w.data, w.qtype, *w.shape).astype(np.float64), axis=1
+    )
+    assert (np.abs(got - unrounded) <= 0.03 * norms).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", PRODUCT_TYPES)
+def test_bits_do_not_depend_on_the_company_a_token_keeps(name: str, isa: str) -> None:
+    """Otherwise the same prompt gives other text when it is chunked, batched or run on more threads."""
+    rng = np.random.default_rng(7)
+    w = random_weight(name, 83, columns(name, 9), rng)
+    x = inputs(21, w.shape[1], rng)
+    with using(isa, threads=1):
+        alone = torch.cat([kernels.linear(w, row) for row in x.split(1)])
+        for tokens in (2, 3, 5, 8, 15, 21):
+            assert torch.equal(kernels.linear(w, x[:tokens].contiguous()), alone[:tokens]), tokens
+    for threads in (2, 3):
+        with using(isa, threads):
+            assert torch.equal(kernels.linear(w, x), alone)
+    row_bytes = w.data.numel() // 83
+    with using(isa):
+        part = Weight(w.data[11 * row_bytes : 30 * row_bytes].clone(), w.qtype, (19, w.shape[1]))
+        assert torch.equal(kernels.linear(part, x), alone[:, 11:30])
+
+
+@pytest.mark.parametrize("name", [*GGUF_ONLY_TYPES, "Q1_0", "Q2_0"])
+def test_every_other_type_is_multiplied_exactly(name: str) -> None:
+    """Files with rarer types must run, slower but right; splitting the tokens must not change bits."""
+    rng = np.random.default_rng(1)
+    cols = 512
+    w = random_weight(name, 9, cols, rng)
+    x = inputs(6, cols, rng)
+    values = kernels.dequantize(w.data, w.qtype, w.shape).double()
+    got = kernels.linear(w, x)
+    want, size = x.double() @ values.T, x.double().abs() @ values.abs().T
+    assert ((got - want).abs() <= 1e-5 * size).all()
+    assert torch.equal(torch.cat([kernels.linear(w, row) for row in x.split(1)]), got)
+    ids = torch.tensor([8, 0, 8])
+    assert torch.equal(kernels.embed(w, ids).double(), values[ids])
+    with pytest.raises(UnsupportedError, match=name):
+        torch_reference.linear(w, x)
+
+
+def test_large_slow_products_are_made_in_parts() -> None:
+    """A rare type must not need the whole matrix in float32 at once."""
+    rng = np.random.default_rng(2)
+    w = random_weight("TQ2_0", 300, 16384, rng)
+    x = inputs(2, 16384, rng)
+    want = x.double() @ kernels.dequantize(w.data, w.qtype, w.shape).double().T
+    torch.testing.assert_close(kernels.linear(w, x).double(), want, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_input_spoils_only_its_own_token(name: str, isa: str, bad: float) -> None:
+    """One request that overflows must not crash the process or touch another request's text."""
+    rng = np.random.default_rng(3)
+    w = random_weight(name, 20, 512, rng)
+    x = inputs(9, 512, rng)
+    with using(isa):
+        clean = kernels.linear(w, x)
+        x[4, 300] = bad
+        spoilt = kernels.linear(w, x)
+    assert not torch.isfinite(spoilt[4]).any()
+    keep = [t for t in range(9) if t != 4]
+    assert torch.equal(spoilt[keep], clean[keep])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "Q5_1", "F16"])
+def test_any_bytes_are_safe(name: str, isa: str) -> None:
+    """A damaged file may give nonsense but never a crash: all bytes random, scales not finite included."""
+    rng = np.random.default_rng(4)
+    data = torch.from_numpy(rng.integers(0, 256, 40 * BY_NAME[name].row_bytes(512), dtype=np.uint8))
+    with using(isa):
+        assert kernels.linear(Weight(data, BY_NAME[name], (40, 512)), inputs(3, 512, rng)).shape == (3, 40)
+
+
+@pytest.mark.parametrize("name", PRODUCT_TYPES)
+def test_torch_reference_agrees_with_gguf(name: str) -> None:
+    """A GPU computes with these; they must mean the same bytes."""
+    rng = np.random.default_rng(5)
+    w = random_weight(name, 12, 512, rng)
+    x = inputs(4, 512, rng)
+    values = exact(w.data, w.qtype, *w.shape).astype(np.float64)
+    want, size = x.double().numpy() @ values.T, np.abs(x.double().numpy()) @ np.abs(values).T
+    assert (np.abs(torch_reference.linear(w, x).double().numpy() - want) <= 1e-5 * size).all()
+    ids = torch.tensor([3, 3, 11, 0])
+    assert (torch_reference.embed(w, ids).numpy() == values[ids.numpy()]).all()
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    """The server computes from more than one Python thread."""
+    rng = np.random.default_rng(6)
+    w = random_weight("Q4_K", 200, 1024, rng)
+    xs = [inputs(t, 1024, rng) for t in (1, 4, 9, 16)]
+    want = [kernels.linear(w, x) for x in xs]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(50) if not torch.equal(kernels.linear(w, xs[i]), want[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_scratch_is_kept_and_can_be_given_back() -> None:
+    """A steady call allocates nothing; memory beyond the budget is not held."""
+    rng = np.random.default_rng(8)
+    w = random_weight("Q4_K", 16, 2048, rng)
+    x = inputs(32, 2048, rng)
+    kernels.linear(w, x)
+    held = kernels.scratch_bytes()
+    kernels.linear(w, x)
+    kernels.linear(w, x[:3].contiguous())
+    assert kernels.scratch_bytes() == held >= 32 * 2048
+    kernels.release_scratch()
+    assert kernels.scratch_bytes() == 0
+    assert kernels.linear(w, x).shape == (32, 16)
+
+
+def test_no_tokens_give_an_empty_result() -> None:
+    w = random_weight("Q8_0", 5, 64, np.random.default_rng(0))
+    assert kernels.linear(w, torch.empty(0, 64)).shape == (0, 5)
+    assert kernels.embed(w, torch.empty(0, dtype=torch.int64)).shape == (0, 64)
+
+
+def _weight() -> Weight:
+    return random_weight("Q4_0", 4, 64, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: kernels.linear(w, torch.zeros(2, 32)),
+        lambda w: kernels.linear(w, torch.zeros(64)),
+        lambda w: kernels.linear(w, torch.zeros(2, 64, dtype=torch.float64)),
+        lambda w: kernels.linear(w, torch.zeros(64, 2).T),
+        lambda w: kernels.linear(w, torch.zeros(2, 64, device="meta")),
+        lambda w: kernels.linear(Weight(w.data[1:], w.qtype, w.shape), torch.zeros(2, 64)),
+        lambda w: kernels.linear(Weight(w.data[::2], w.qtype, (2, 64)), torch.zeros(2, 64)),
+        lambda w: kernels.linear(Weight(w.data.view(torch.int8), w.qtype, w.shape), torch.zeros(2, 64)),
+        lambda w: kernels.linear(Weight(w.data, w.qtype, (8, 32 - 16)), torch.zeros(2, 16)),
+        lambda w: kernels.linear(Weight(w.data, w.qtype, (-4, -64)), torch.zeros(2, 64)),
+        lambda w: kernels.embed(w, torch.tensor([4])),
+        lambda w: kernels.embed(w, torch.tensor([-1])),
+        lambda w: kernels.embed(w, torch.tensor([1], dtype=torch.int32)),
+        lambda w: torch_reference.embed(w, torch.tensor([4])),
+        lambda w: kernels.dequantize(w.data, w.qtype, (4, 32)),
+        lambda w: kernels.dequantize(w.data, w.qtype, (16, 16)),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused(call) -> None:
+    """Never a read outside the buffers."""
+    with pytest.raises(ValueError, match=r"\w"):
+        call(_weight())
