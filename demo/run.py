@@ -24,14 +24,26 @@ def main() -> None:
     options = parser.parse_args()
     gguf, pack = MODELS / "demo.gguf", MODELS / "demo.lmpack"
     if not pack.exists():
-        subprocess.run([sys.executable, str(Path(__file__).parent / "build_model.py"), "--out", str(gguf)], check=True)
+        subprocess.run(
+            [sys.executable, str(Path(__file__).parent / "build_model.py"), "--out", str(gguf)], check=True
+        )
         lean("pack", str(gguf), str(pack))
     experts = sum(file.stat().st_size for file in pack.glob("experts/*/*"))
     budget = f"{experts // 3 >> 20}MiB"
     lean("info", str(pack))
     lean("plan", str(pack), "--memory", budget)
     lean(
-        *("run", str(pack), "--memory", budget, "--max-tokens", options.max_tokens, "--temperature", "0", "--stats"),
+        *(
+            "run",
+            str(pack),
+            "--memory",
+            budget,
+            "--max-tokens",
+            options.max_tokens,
+            "--temperature",
+            "0",
+            "--stats",
+        ),
         *("-p", options.prompt),
     )
 

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from cgroup import memory_limit
 
-from leanmoe.pack import pack_gguf
-from leanmoe.units import parse_bytes
-
 LEAN = [sys.executable, "-m", "leanmoe"]
-RUN = ["-p", "Tell me about the sea.", "--temperature", "0", "--max-tokens", "12", "--context", "256", "--json"]
+RUN = [
+    "-p",
+    "Tell me about the sea.",
+    "--temperature",
+    "0",
+    "--max-tokens",
+    "12",
+    "--context",
+    "256",
+    "--json",
+]
 
 
 def _answer(output: str) -> list[int]:

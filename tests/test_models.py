@@ -1,6 +1,6 @@
 """The network: equal to transformers and llama.cpp, and independent of what happens to be resident."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -10,7 +10,7 @@ import torch
 
 from leanmoe import LLM
 from leanmoe.models.batch import Batch
-from leanmoe.pack import pack_gguf
+from leanmoe.pack import open_pack, pack_gguf
 
 ARCHITECTURES = ["qwen3moe", "qwen2moe", "olmoe", "mixtral", "llama", "qwen2", "qwen3"]
 MOE = ARCHITECTURES[:4]
@@ -20,7 +20,7 @@ PackTiny = Callable[..., tuple[object, Path]]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PackTiny]:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> PackTiny:
     """Makes a tiny model and its pack once for each set of arguments."""
     from oracles.tiny import tiny_gguf
 
@@ -34,13 +34,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PackTiny]:
             made[key] = tiny, pack_gguf(tiny.path, folder / "tiny.lmpack")
         return made[key]
 
-    yield make
+    return make
 
 
-def _floor_memory(path: Path, **settings: object) -> int:
-    """A budget that leaves each device little more than the fewest slots that work."""
-    with LLM(path, **settings) as llm:
-        return llm.plan.smallest_memory + (1 << 16)
+def _floor(path: Path, devices: int = 1) -> int:
+    """Bytes of the fewest slots that work: one layer's top-k twice, on each device."""
+    manifest = open_pack(path).manifest
+    return devices * max(m.layout.file_bytes for m in manifest.layers) * 2 * manifest.expert_used_count
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -70,7 +70,7 @@ def test_streamed_equals_resident_bit_for_bit(arch: str, packed: PackTiny) -> No
         again = llm.logits(TOKENS)
         decoded = _decode(llm, TOKENS[:40])
     assert torch.equal(resident, again)
-    with LLM(path, memory=_floor_memory(path), chunk=resident.shape[0]) as llm:
+    with LLM(path, cache=_floor(path)) as llm:
         assert llm.plan.residency < 1.0
         streamed = llm.logits(TOKENS)
         streamed_decoded = _decode(llm, TOKENS[:40])
@@ -113,11 +113,11 @@ def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed:
 
 @pytest.mark.parametrize("arch", MOE)
 def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: PackTiny) -> None:
-    _, path = packed(arch, "Q8_0")
+    experts = {"num_local_experts": 8} if arch == "mixtral" else {}
+    _, path = packed(arch, "Q8_0", **experts)
     with LLM(path) as llm:
         want = llm.logits(TOKENS)
-    memory = _floor_memory(path, devices=("cpu", "cpu"))
-    with LLM(path, devices=("cpu", "cpu"), memory=memory, chunk=want.shape[0]) as llm:
+    with LLM(path, devices=("cpu", "cpu"), cache=_floor(path, 2)) as llm:
         assert [len(d.layers) for d in llm.plan.devices] == [1, 1]
         assert torch.equal(llm.logits(TOKENS), want)
         assert llm.stats.evictions > 0
@@ -134,8 +134,9 @@ QUANTS = [
 @pytest.mark.parametrize("quant", QUANTS)
 def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: PackTiny) -> None:
     """The same file must mean the same to lean and to llama.cpp, for every architecture and type."""
-    from oracles.llama_cpp import LlamaCpp
     from oracles.metrics import kl_and_top1
+
+    from oracles.llama_cpp import LlamaCpp
 
     tiny, path = packed(arch, quant)
     with LlamaCpp(tiny.path, n_ctx=256) as model:  # type: ignore[attr-defined]
@@ -149,15 +150,22 @@ def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: Pa
 
 def test_rope_with_linear_and_yarn_scaling_equals_transformers(tmp_path: Path) -> None:
     """Long-context models would otherwise fall apart past their original context."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from leanmoe.models.rope import Rope
     from leanmoe.models.spec import RopeSpec
 
     for kind, factor in (("linear", 4.0), ("yarn", 8.0)):
-        parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": 512}
-        config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=4096, rope_parameters=parameters)
+        parameters = {
+            "rope_type": kind,
+            "rope_theta": 10000.0,
+            "factor": factor,
+            "original_max_position_embeddings": 512,
+        }
+        config = LlamaConfig(
+            hidden_size=128, num_attention_heads=2, max_position_embeddings=4096, rope_parameters=parameters
+        )
         want, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         spec = RopeSpec("neox", 64, 10000.0, kind, factor, 512)  # type: ignore[arg-type]
         cos, _ = Rope(spec).tables(torch.arange(100), torch.device("cpu"))

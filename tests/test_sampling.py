@@ -52,7 +52,14 @@ def test_penalties_turn_the_choice_away_from_what_was_said() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"seed": -1}],
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"seed": -1},
+    ],
 )
 def test_values_out_of_range_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):

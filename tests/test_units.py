@@ -10,7 +10,14 @@ from leanmoe.units import format_bytes, parse_bytes
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4GiB", 4 << 30), ("4G", 4 << 30), ("4gb", 4 * 10**9), ("1.5GiB", 3 << 29), ("512", 512), (" 7 MiB ", 7 << 20)],
+    [
+        ("4GiB", 4 << 30),
+        ("4G", 4 << 30),
+        ("4gb", 4 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("512", 512),
+        (" 7 MiB ", 7 << 20),
+    ],
 )
 def test_sizes_are_understood(text: str, value: int) -> None:
     assert parse_bytes(text) == value

@@ -24,6 +24,7 @@ def chat(
     repeat_penalty: opt.RepeatPenalty = 1.0,
     seed: opt.Seed = None,
     memory: opt.Memory = None,
+    cache: opt.Cache = None,
     vram: opt.Vram = None,
     device: opt.DeviceNames = None,
     context: opt.Context = None,
@@ -31,13 +32,13 @@ def chat(
     chunk: opt.Chunk = None,
     threads: opt.Threads = None,
     readers: opt.Readers = 4,
-    verify: opt.Verify = "first",
+    verify: opt.VerifyMode = "first",
 ) -> None:
     """Talk with the model. What both sides said keeps its KV state, so each turn computes only what is new."""
     from leanmoe.cli.generate import show, summary
     from leanmoe.engine.llm import LLM
 
-    config = opt.engine_config(memory, vram, device, context, kv_type, chunk, threads, readers, verify)
+    config = opt.engine_config(memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify)
     opening = [{"role": "system", "content": system}] if system is not None else []
     with LLM(pack, **asdict(config)) as llm:
         if not llm.has_chat_template:
@@ -78,7 +79,11 @@ def _ask() -> str | None:
 
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            prompt = "> " if sys.stdin.isatty() else ""
+            if not sys.stdout.isatty():  # only answers belong in a file or a pipe
+                print(prompt, end="", file=sys.stderr, flush=True)
+                prompt = ""
+            line = input(prompt).strip()
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -8,7 +8,8 @@ from types import FrameType
 
 from rich.table import Table
 
-from leanmoe.engine.llm import LLM, Completion, Stream
+from leanmoe.engine.answer import Completion, Stream
+from leanmoe.engine.llm import LLM
 from leanmoe.engine.memory import peak_bytes
 from leanmoe.units import format_bytes
 
@@ -18,7 +19,7 @@ def interruptible(stream: Stream) -> Iterator[None]:
     """The first Ctrl-C ends the answer after the token being computed; a second one ends the command."""
 
     def cancel(signum: int, frame: FrameType | None) -> None:
-        if stream.cancelled():
+        if stream.cancelled:
             raise KeyboardInterrupt
         stream.cancel()
 

@@ -29,11 +29,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks and details on stderr."),
 ) -> None:
     """Run Mixture-of-Experts models that are larger than memory."""
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="lean: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format="lean: %(message)s", stream=sys.stderr
+    )
 
 
 for command in (pack, info, verify, plan, run, chat):

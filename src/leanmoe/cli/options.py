@@ -5,39 +5,53 @@ from typing import Annotated
 import typer
 
 from leanmoe.engine.config import EngineConfig
+from leanmoe.experts.store import Verify
 from leanmoe.units import parse_bytes
 
 Memory = Annotated[
     str | None,
-    typer.Option("--memory", "-m", metavar="SIZE", help="RAM for the whole process, like 4GiB. [default: 90 % of free]"),
+    typer.Option(
+        "--memory", "-m", metavar="SIZE", help="RAM for the whole process, like 4GiB. [default: 90 % of free]"
+    ),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="At most this much for expert slots. [default: all that is left]"),
 ]
 Vram = Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes on each GPU. [default: 90 % of free]")]
 Context = Annotated[
-    int | None, typer.Option("--context", "-c", help="Tokens a sequence may hold. [default: the model's, at most 4096]")
+    int | None,
+    typer.Option("--context", "-c", help="Tokens a sequence may hold. [default: the model's, at most 4096]"),
 ]
 KvType = Annotated[str, typer.Option(help="KV cache numbers: f16 or f32.")]
 DeviceNames = Annotated[
     list[str] | None,
     typer.Option("--device", help="cpu or cuda:N; repeat it to split the layers. [default: cpu]"),
 ]
-Chunk = Annotated[int | None, typer.Option(help="Prompt tokens computed at once. [default: fitted to the budget]")]
+Chunk = Annotated[
+    int | None, typer.Option(help="Prompt tokens computed at once. [default: fitted to the budget]")
+]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", help="Compute threads. [default: all cores]")]
 Readers = Annotated[int, typer.Option(help="Threads that read expert files.")]
-Verify = Annotated[str, typer.Option(help="Check an expert's digest at its first read, always or never.")]
+VerifyMode = Annotated[Verify, typer.Option("--verify", help="When an expert file's digest is checked.")]
 Temperature = Annotated[float, typer.Option("--temperature", "--temp", help="0 takes the most likely token.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the most likely tokens that together reach this probability.")]
+TopP = Annotated[
+    float, typer.Option(help="Keep the most likely tokens that together reach this probability.")
+]
 MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest.")]
 RepeatPenalty = Annotated[float, typer.Option(help="Divide the logits of recent tokens; 1 is off.")]
 Seed = Annotated[int | None, typer.Option("--seed", "-s", help="Same seed, same answer. [default: random]")]
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", help="Most tokens of an answer. [default: to the end of the context]")
+    int | None,
+    typer.Option("--max-tokens", "-n", help="Most tokens of an answer. [default: to the end of the context]"),
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
 def engine_config(
     memory: str | None,
+    cache: str | None,
     vram: str | None,
     devices: list[str] | None,
     context: int | None,
@@ -45,11 +59,12 @@ def engine_config(
     chunk: int | None,
     threads: int | None = None,
     readers: int = 4,
-    verify: str = "first",
+    verify: Verify = "first",
 ) -> EngineConfig:
     """The flags as one checked object."""
     return EngineConfig(
         memory=None if memory is None else parse_bytes(memory),
+        cache=None if cache is None else parse_bytes(cache),
         vram=None if vram is None else parse_bytes(vram),
         devices=tuple(devices) if devices else ("cpu",),
         context=context,

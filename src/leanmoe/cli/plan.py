@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from leanmoe.cli.options import Chunk, Context, DeviceNames, KvType, Memory, Vram, engine_config
+from leanmoe.cli.options import Cache, Chunk, Context, DeviceNames, KvType, Memory, Vram, engine_config
 from leanmoe.engine.memory import default_budget
 from leanmoe.engine.plan import MemoryPlan, expected_base, plan_memory
 from leanmoe.errors import UsageError
@@ -20,8 +20,11 @@ from leanmoe.units import format_bytes
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(metavar="PACK_OR_GGUF", help="A .lmpack directory or a GGUF file.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="PACK_OR_GGUF", help="A .lmpack directory or a GGUF file.")
+    ],
     memory: Memory = None,
+    cache: Cache = None,
     vram: Vram = None,
     device: DeviceNames = None,
     context: Context = None,
@@ -30,7 +33,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One machine-readable record.")] = False,
 ) -> None:
     """Show where every byte of a memory budget goes, without loading anything."""
-    config = engine_config(memory, vram, device, context, kv_type, chunk)
+    config = engine_config(memory, cache, vram, device, context, kv_type, chunk)
     if config.devices[0] != "cpu" and config.vram is None:
         raise UsageError("say how much the GPU has with --vram: a plan asks no device")
     if model.is_dir():
@@ -86,7 +89,9 @@ def _slots(slots: SlotPlan) -> str:
 
 
 def _show(made: MemoryPlan, model: Path) -> None:
-    table = Table("what", "bytes", "", title=f"{model.name} in {format_bytes(made.memory)}", title_justify="left")
+    table = Table(
+        "what", "bytes", "", title=f"{model.name} in {format_bytes(made.memory)}", title_justify="left"
+    )
     table.columns[1].justify = "right"
     table.add_row("fixed", format_bytes(made.fixed), "interpreter, libraries, tokenizer")
     for d in made.devices:
@@ -100,6 +105,8 @@ def _show(made: MemoryPlan, model: Path) -> None:
     console.print(table)
     if made.experts:
         share = f"{made.residency:.1%} of {format_bytes(made.experts)} of experts resident"
-        console.print(f"{share}; smallest memory that works: {format_bytes(made.smallest_memory)}", highlight=False)
+        console.print(
+            f"{share}; smallest memory that works: {format_bytes(made.smallest_memory)}", highlight=False
+        )
     if made.below_working_set:
         console.print("The slots hold less than one token's experts: most look-ups will read from disk.")

@@ -15,13 +15,19 @@ from leanmoe.errors import UsageError
 
 def run(
     pack: Annotated[Path, typer.Argument(help="A .lmpack directory, made by `lean pack`.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
-    special: Annotated[bool, typer.Option(help="With --raw: special tokens may be written in the prompt.")] = False,
+    special: Annotated[
+        bool, typer.Option(help="With --raw: special tokens may be written in the prompt.")
+    ] = False,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
     temperature: opt.Temperature = 0.8,
     top_k: opt.TopK = 40,
     top_p: opt.TopP = 0.95,
@@ -29,6 +35,7 @@ def run(
     repeat_penalty: opt.RepeatPenalty = 1.0,
     seed: opt.Seed = None,
     memory: opt.Memory = None,
+    cache: opt.Cache = None,
     vram: opt.Vram = None,
     device: opt.DeviceNames = None,
     context: opt.Context = None,
@@ -36,15 +43,17 @@ def run(
     chunk: opt.Chunk = None,
     threads: opt.Threads = None,
     readers: opt.Readers = 4,
-    verify: opt.Verify = "first",
+    verify: opt.VerifyMode = "first",
     stats: Annotated[bool, typer.Option("--stats", help="End with a table of what it took.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one machine-readable record instead.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one machine-readable record instead.")
+    ] = False,
 ) -> None:
     """Answer one prompt. The prompt is a user's message where the model has a chat template (see --raw)."""
     from leanmoe.cli.generate import show, summary, table
     from leanmoe.engine.llm import LLM
 
-    config = opt.engine_config(memory, vram, device, context, kv_type, chunk, threads, readers, verify)
+    config = opt.engine_config(memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify)
     text = _prompt(prompt, file)
     sampling: dict[str, Any] = {
         "temperature": temperature,
@@ -82,4 +91,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
             return file.read_text(encoding="utf-8")
         return sys.stdin.read() if prompt == "-" else prompt or ""
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise UsageError(
+            f"{file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from leanmoe.errors import UsageError
+from leanmoe.experts.store import Verify
 
-VERIFY_MODES = ("first", "always", "never")
+VERIFY_MODES: tuple[Verify, ...] = ("first", "always", "never")
+
 KV_ELEMENT_BYTES = {"f16": 2, "f32": 4}
 
 
@@ -12,14 +14,16 @@ KV_ELEMENT_BYTES = {"f16": 2, "f32": 4}
 class EngineConfig:
     """Everything a user may set about how a model is held and run.
 
-    `memory`: bytes of RAM for the whole process; None takes nine tenths of what is free. `devices`: where
-    layers and their experts live, in order: "cpu", "cuda:0", ... (naming one twice splits the layers between
-    two caches on it). `vram`: bytes on each GPU; None takes nine tenths of what is free there. `context`:
-    tokens a sequence may hold; None takes the model's own, at most 4096. `chunk`: prompt tokens computed at
-    once; None fits it to the budget. `verify`: when an expert file's digest is checked.
+    `memory`: bytes of RAM for the whole process; None takes nine tenths of what is free. `cache`: at most these
+    bytes for expert slots, over all devices. `devices`: where layers and their experts live, in order: "cpu",
+    "cuda:0", ... (naming one twice splits the layers between two caches on it). `vram`: bytes on each GPU; None
+    takes nine tenths of what is free there. `context`: tokens a sequence may hold; None takes the model's own,
+    at most 4096. `chunk`: prompt tokens computed at once; None fits it to the budget. `verify`: when an expert
+    file's digest is checked.
     """
 
     memory: int | None = None
+    cache: int | None = None
     vram: int | None = None
     devices: tuple[str, ...] = ("cpu",)
     context: int | None = None
@@ -27,14 +31,23 @@ class EngineConfig:
     chunk: int | None = None
     threads: int | None = None
     readers: int = 4
-    verify: str = "first"
+    verify: Verify = "first"
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_ELEMENT_BYTES:
-            raise UsageError(f"KV type '{self.kv_type}' is unknown; wanted one of {', '.join(KV_ELEMENT_BYTES)}")
+            raise UsageError(
+                f"KV type '{self.kv_type}' is unknown; wanted one of {', '.join(KV_ELEMENT_BYTES)}"
+            )
         if self.verify not in VERIFY_MODES:
-            raise UsageError(f"verify mode '{self.verify}' is unknown; wanted one of {', '.join(VERIFY_MODES)}")
-        for name, low, high in (("context", 1, 2**24), ("chunk", 1, 2**16), ("threads", 1, 1024), ("readers", 1, 64)):
+            raise UsageError(
+                f"verify mode '{self.verify}' is unknown; wanted one of {', '.join(VERIFY_MODES)}"
+            )
+        for name, low, high in (
+            ("context", 1, 2**24),
+            ("chunk", 1, 2**16),
+            ("threads", 1, 1024),
+            ("readers", 1, 64),
+        ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} is {value}; wanted {low} to {high}")

@@ -1,24 +1,27 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from leanmoe import kernels
+from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import EngineConfig
 from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingParams
-from leanmoe.engine.sequence import Sequence, decode, prefill
-from leanmoe.errors import UsageError
-from leanmoe.experts import CacheStats, ExpertPool, Placement, device
+from leanmoe.engine.sequence import Sequence
+from leanmoe.errors import BudgetError, UnsupportedError, UsageError
+from leanmoe.experts.pool import ExpertPool, Placement
+from leanmoe.experts.stats import CacheStats
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -26,68 +29,7 @@ from leanmoe.models.state import KV_TYPES
 from leanmoe.models.trunk import Trunk
 from leanmoe.pack import Pack, open_pack
 from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
-from leanmoe.units import parse_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one answer took. Times in seconds; expert look-ups and reads while the prompt was computed, and after."""
-
-    prompt_tokens: int
-    reused_tokens: int
-    completion_tokens: int
-    prompt_seconds: float
-    decode_seconds: float
-    prompt_experts: CacheStats
-    decode_experts: CacheStats
-
-    @property
-    def read_bytes_per_token(self) -> float:
-        """Expert bytes read for each token fed after the prompt."""
-        fed = self.completion_tokens - 1
-        return self.decode_experts.read_bytes / fed if fed > 0 else 0.0
-
-    @property
-    def prompt_rate(self) -> float:
-        """Prompt tokens computed per second."""
-        return (self.prompt_tokens - self.reused_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens generated per second, the first one excepted: its logits came from the prompt."""
-        return (self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished answer. `finish_reason` is "stop", "length" or "cancelled"; `tokens` includes a stop token."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    usage: Usage
-
-
-class Stream:
-    """An answer being made: iterate over it for pieces of text; afterwards `completion` is the whole.
-
-    Closing it, or leaving the loop early, ends the answer with reason "cancelled".
-    """
-
-    def __init__(self, pieces: Callable[["Stream"], Iterator[str]]) -> None:
-        self.completion: Completion | None = None
-        self._cancelled = False
-        self._pieces = pieces(self)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    def cancel(self) -> None:
-        """Ends the answer after the token being computed. May be called from a signal handler or a thread."""
-        self._cancelled = True
-
-    def cancelled(self) -> bool:
-        return self._cancelled
+from leanmoe.units import format_bytes, parse_bytes
 
 
 class LLM:
@@ -111,13 +53,13 @@ class LLM:
         self.spec = model_spec(self.pack.trunk)
         self.tokenizer = Tokenizer.from_metadata(self.pack.trunk.metadata)
         self._template: ChatTemplate | None = None
-        self.config = replace(config, memory=config.memory or default_budget(), threads=config.threads or _cores())
+        self.config = replace(
+            config, memory=config.memory or default_budget(), threads=config.threads or _cores()
+        )
         assert self.config.memory is not None
         assert self.config.threads is not None
         kernels.set_num_threads(self.config.threads)
         torch.set_num_threads(self.config.threads)
-        devices = [device(name) for name in self.config.devices]
-        vram = () if config.devices[0] == "cpu" else tuple(config.vram or d.free_bytes() * 9 // 10 for d in devices)
         self.plan: MemoryPlan = plan_memory(
             self.spec,
             self.pack.trunk,
@@ -125,10 +67,11 @@ class LLM:
             self.config,
             memory=self.config.memory,
             base=resident_bytes(),
-            vram=vram,
+            vram=() if config.devices[0] == "cpu" else tuple(_vram(d, config.vram) for d in config.devices),
         )
         self._lock = Lock()
-        self._pool = self._open_pool(devices)
+        self._answering: int | None = None
+        self._pool = self._open_pool()
         try:
             self.decoder = self._load()
             dtype = KV_TYPES[self.config.kv_type]
@@ -139,7 +82,7 @@ class LLM:
 
     def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Completion:
         """Continues `prompt` (text, or token ids taken as they are). Options as in `stream`."""
-        return _finish(self.stream(prompt, **options))
+        return self.stream(prompt, **options).finish()
 
     def stream(
         self,
@@ -156,12 +99,14 @@ class LLM:
         `special` lets the text of special tokens in the prompt stand for them. `sampling` as in `SamplingParams`.
         The sequence starts afresh, so that the same call with a seed, or temperature 0, gives the same answer.
         """
-        tokens = self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
+        tokens = (
+            self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
+        )
         return self._stream(tokens, max_tokens, stop, sampling, reuse=False)
 
     def chat(self, messages: SequenceOf[Message], **options: Any) -> Completion:
         """Answers a conversation: messages like {"role": "user", "content": "..."}. Options as in `stream_chat`."""
-        return _finish(self.stream_chat(messages, **options))
+        return self.stream_chat(messages, **options).finish()
 
     def stream_chat(
         self,
@@ -212,12 +157,14 @@ class LLM:
 
     def logits(self, tokens: SequenceOf[int]) -> torch.Tensor:
         """Logits [T, vocab] float32 after each of T tokens, computed in chunks from an empty sequence."""
-        with self._lock:
+        with self._alone():
             self._sequence.reset()
             state = self._sequence.state
             ids = self._checked(tokens)
             parts = [ids[i : i + self.plan.chunk] for i in range(0, len(ids), self.plan.chunk)]
-            return torch.cat([self.decoder.forward(Batch.of([(state, part)], all_logits=True)) for part in parts])
+            return torch.cat(
+                [self.decoder.forward(Batch.of([(state, part)], all_logits=True)) for part in parts]
+            )
 
     @property
     def stats(self) -> CacheStats:
@@ -237,11 +184,11 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open_pool(self, devices: list[Any]) -> ExpertPool | None:
+    def _open_pool(self) -> ExpertPool | None:
         placements = [
-            Placement(dev, plan.slots.nbytes, [n for n in plan.layers if n in self.spec.moe_layers])
-            for dev, plan in zip(devices, self.plan.devices, strict=True)
-            if plan.slots is not None
+            Placement(d.device, d.slots.slot_bytes, [n for n in d.layers if n in self.spec.moe_layers])
+            for d in self.plan.devices
+            if d.slots is not None
         ]
         if not placements:
             return None
@@ -286,86 +233,48 @@ class LLM:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens but the context holds {self.plan.context}; raise --context"
             )
-        answer = _Answer(self, ids, max_tokens, Sampler(params), StopMatcher(list(stop)), reuse)
-        return Stream(answer.pieces)
+        answer = Answer(
+            self.decoder,
+            self._sequence,
+            self.tokenizer,
+            lambda: self.stats,
+            prompt=ids,
+            reuse=reuse,
+            chunk=self.plan.chunk,
+            max_tokens=max_tokens,
+            sampler=Sampler(params),
+            stop=StopMatcher(stop),
+        )
+        return answer.stream(self._alone())
 
-
-class _Answer:
-    """One answer: prompt in, pieces of text out, and the account of what it took."""
-
-    def __init__(
-        self, llm: LLM, prompt: list[int], max_tokens: int | None, sampler: Sampler, stop: StopMatcher, reuse: bool
-    ) -> None:
-        self._llm, self._prompt, self._max_tokens = llm, prompt, max_tokens
-        self._sampler, self._stop, self._reuse = sampler, stop, reuse
-
-    def pieces(self, stream: Stream) -> Iterator[str]:
-        llm = self._llm
-        with llm._lock:
-            sequence, before, begun = llm._sequence, llm.stats, time.perf_counter()
-            if not self._reuse:
-                sequence.reset()
-            reused = sequence.keep_prefix(self._prompt)
-            logits: torch.Tensor | None = None
-            for logits in prefill(llm.decoder, sequence, self._prompt[reused:], llm.plan.chunk):
-                if stream.cancelled():
-                    break
-            prompted, between = time.perf_counter(), llm.stats
-            text: list[str] = []
-            tokens: list[int] = []
-            reason = "cancelled"
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Waits for other threads' answers; one that this thread left unfinished is an error, not a deadlock."""
+        if self._answering == get_ident():
+            raise UsageError(
+                "this thread is still streaming an answer of this model; finish or close it first"
+            )
+        with self._lock:
+            self._answering = get_ident()
             try:
-                if not stream.cancelled():
-                    assert logits is not None
-                    source = decode(llm.decoder, sequence, logits, self._sampler, stream.cancelled)
-                    reason = yield from self._decode(source, tokens, text, stream)
+                yield
             finally:
-                usage = Usage(
-                    prompt_tokens=len(self._prompt),
-                    reused_tokens=reused,
-                    completion_tokens=len(tokens),
-                    prompt_seconds=prompted - begun,
-                    decode_seconds=time.perf_counter() - prompted,
-                    prompt_experts=between - before,
-                    decode_experts=llm.stats - between,
-                )
-                stream.completion = Completion("".join(text), tokens, reason, usage)
-
-    def _decode(
-        self, source: Iterator[int], tokens: list[int], text: list[str], stream: Stream
-    ) -> Iterator[str]:
-        """Turns tokens into text until something ends it; returns the reason."""
-        detokenizer = self._llm.tokenizer.detokenizer()
-        reason = "length"
-        for token in source:
-            tokens.append(token)
-            if token in self._llm.tokenizer.stop_ids:
-                reason = "stop"
-                break
-            piece, stopped = self._stop.push(detokenizer.push(token))
-            if piece:
-                text.append(piece)
-                yield piece
-            if stopped:
-                return "stop"
-            if len(tokens) == self._max_tokens:
-                break
-            if stream.cancelled():
-                reason = "cancelled"
-                break
-        piece, stopped = self._stop.push(detokenizer.flush())
-        piece += "" if stopped else self._stop.flush()
-        if piece:
-            text.append(piece)
-            yield piece
-        return "stop" if stopped else reason
+                self._answering = None
 
 
-def _finish(stream: Stream) -> Completion:
-    for _ in stream:
-        pass
-    assert stream.completion is not None
-    return stream.completion
+def _vram(name: str, wanted: int | None) -> int:
+    """The bytes to use of a GPU. Raises `UnsupportedError` if torch sees no such GPU, `BudgetError` if it has less."""
+    if not torch.cuda.is_available() or torch.device(name).index not in (
+        None,
+        *range(torch.cuda.device_count()),
+    ):
+        raise UnsupportedError(
+            f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
+        )
+    free, _ = torch.cuda.mem_get_info(torch.device(name))
+    if wanted is not None and wanted > free:
+        raise BudgetError(f"{name} has {format_bytes(free)} free; the VRAM budget is {format_bytes(wanted)}")
+    return free * 9 // 10 if wanted is None else wanted
 
 
 def _cores() -> int:

@@ -45,7 +45,9 @@ def cgroup_limit() -> int | None:
                 limits.append(int(text))
             group = group.parent
     limit = min(limits, default=None)
-    return None if limit is None or limit >= _physical() else limit  # version 1 writes "none" as a huge number
+    return (
+        None if limit is None or limit >= _physical() else limit
+    )  # version 1 writes "none" as a huge number
 
 
 def _physical() -> int:

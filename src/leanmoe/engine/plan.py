@@ -91,7 +91,9 @@ def context_length(spec: ModelSpec, config: EngineConfig) -> int:
     if config.context is None:
         return min(spec.context_length, DEFAULT_CONTEXT)
     if config.context > spec.context_length:
-        raise UsageError(f"--context {config.context} is more than the model's own {spec.context_length} tokens")
+        raise UsageError(
+            f"--context {config.context} is more than the model's own {spec.context_length} tokens"
+        )
     return config.context
 
 
@@ -120,7 +122,9 @@ def plan_memory(
     count = len(config.devices)
     fixed = base + _FIXED_MARGIN + (_CUDA_HOST_BYTES * count if on_gpu else 0)
     if on_gpu and fixed > memory:
-        raise BudgetError(f"{format_bytes(memory)} of memory is too small; wanted {format_bytes(fixed)} beside a GPU")
+        raise BudgetError(
+            f"{format_bytes(memory)} of memory is too small; wanted {format_bytes(fixed)} beside a GPU"
+        )
     budgets = tuple(v - _CUDA_DEVICE_BYTES for v in vram) if on_gpu else ((memory - fixed) // count,) * count
     needs = [
         _Needs.of(spec, trunk, manifest, layers, context, config, first=i == 0, last=i == count - 1)
@@ -131,8 +135,11 @@ def plan_memory(
     for need, budget in zip(needs, budgets, strict=True):
         if budget < need.floor(scratch):
             raise _too_small(need, scratch, context, fixed, on_gpu, count, memory if not on_gpu else budget)
+    cache = None if config.cache is None else config.cache // count
     devices = tuple(
-        DevicePlan(name, need.layers, budget, need.trunk, need.state, scratch, need.slots(budget - scratch))
+        DevicePlan(
+            name, need.layers, budget, need.trunk, need.state, scratch, need.slots(budget - scratch, cache)
+        )
         for name, need, budget in zip(config.devices, needs, budgets, strict=True)
     )
     experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
@@ -173,7 +180,12 @@ class _Needs:
             else:
                 here = first if name == "token_embd.weight" else last
             nbytes += info.nbytes if here else 0
-        state = spec.state_bytes_per_token(KV_ELEMENT_BYTES[config.kv_type]) * context * len(layers) // spec.layers
+        state = (
+            spec.state_bytes_per_token(KV_ELEMENT_BYTES[config.kv_type])
+            * context
+            * len(layers)
+            // spec.layers
+        )
         mine = [m for m in manifest.layers if m.layer in layers]
         sizes = {m.layer: m.layout.file_bytes for m in mine}
         counts = {m.layer: m.expert_count for m in mine}
@@ -185,8 +197,10 @@ class _Needs:
     def floor(self, scratch: int) -> int:
         return self.trunk + self.state + scratch + self.slot_floor()
 
-    def slots(self, budget: int) -> SlotPlan | None:
+    def slots(self, budget: int, cache: int | None) -> SlotPlan | None:
+        """The slots in what is left of `budget` without scratch, at most `cache` bytes."""
         free = budget - self.trunk - self.state
+        free = free if cache is None else min(free, cache)
         return plan_slots(self.sizes, self.counts, self.top_k, free) if self.sizes else None
 
 

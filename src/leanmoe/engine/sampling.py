@@ -1,5 +1,6 @@
 """Choosing the next token from logits."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,8 @@ class Sampler:
         neutral = p.repeat_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0
         if neutral or not p.penalty_window or not history:
             return logits
-        ids, counts = torch.tensor(history[-p.penalty_window :]).unique(return_counts=True)
+        recent = Counter(history[-p.penalty_window :])
+        ids, counts = torch.tensor(list(recent)), torch.tensor(list(recent.values()))
         seen = logits[ids]
         seen = torch.where(seen > 0, seen / p.repeat_penalty, seen * p.repeat_penalty)
         seen = seen - p.presence_penalty - counts * p.frequency_penalty

@@ -1,6 +1,7 @@
 """One sequence being generated: the tokens that the network has seen, and what it remembers of them."""
 
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -36,18 +37,34 @@ class Sequence:
         return shared
 
 
-def prefill(decoder: Decoder, sequence: Sequence, tokens: SequenceOf[int], chunk: int) -> Iterator[torch.Tensor]:
-    """Feeds `tokens` in chunks; yields the logits [vocab] after each chunk, the last of which starts decoding."""
+def prefill(
+    decoder: Decoder,
+    sequence: Sequence,
+    tokens: SequenceOf[int],
+    chunk: int,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> torch.Tensor | None:
+    """Feeds `tokens` (at least one) in chunks and returns the logits [vocab] after the last.
+
+    None if `cancelled` said so between chunks; the sequence then holds the chunks that were fed.
+    """
     sequence.state.reserve(len(tokens))
+    logits: torch.Tensor | None = None
     for begin in range(0, len(tokens), chunk):
+        if cancelled():
+            return None
         part = list(tokens[begin : begin + chunk])
         logits = decoder.forward(Batch.of([(sequence.state, part)]))[0]
         sequence.tokens.extend(part)
-        yield logits
+    return logits
 
 
 def decode(
-    decoder: Decoder, sequence: Sequence, logits: torch.Tensor, sampler: Sampler, cancelled: Callable[[], bool]
+    decoder: Decoder,
+    sequence: Sequence,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    cancelled: Callable[[], bool],
 ) -> Iterator[int]:
     """The token loop: draw from `logits`, hand the token out, feed it, repeat.
 

@@ -11,7 +11,6 @@ from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
 from leanmoe.models.trunk import Trunk
 
 
-
 class Attention:
     """`out = W_o softmax(scale q k^T + causal mask) v` for one layer."""
 
@@ -29,13 +28,22 @@ class Attention:
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
         if a.qk_norm is not None:
             whole = a.qk_norm == "full"
-            self.q_norm = RMSNorm(trunk.vector(prefix + "attn_q_norm.weight", q_size if whole else a.head_dim), spec.eps)
-            self.k_norm = RMSNorm(trunk.vector(prefix + "attn_k_norm.weight", kv_size if whole else a.head_dim), spec.eps)
+            self.q_norm = RMSNorm(
+                trunk.vector(prefix + "attn_q_norm.weight", q_size if whole else a.head_dim), spec.eps
+            )
+            self.k_norm = RMSNorm(
+                trunk.vector(prefix + "attn_k_norm.weight", kv_size if whole else a.head_dim), spec.eps
+            )
 
-    def __call__(self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
-        q, k, v = (_biased(linear(w, x), b) for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)))
+        q, k, v = (
+            _biased(linear(w, x), b)
+            for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
+        )
         if a.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
@@ -49,7 +57,9 @@ class Attention:
         return _biased(linear(self.out, mixed.view(-1, a.heads * a.head_dim)), self.out_bias)
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
+) -> None:
     """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T."""
     tokens, heads, dim = q.shape
     kv_heads, total, _ = keys.shape
@@ -57,7 +67,9 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: fl
     if tokens == 1:
         # One query sees every key, so the heads that share a key head can stand as its queries: no mask, no copy.
         grouped = q.view(1, kv_heads, heads // kv_heads, dim)
-        out.copy_(scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale).view(1, heads, dim))
+        out.copy_(
+            scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale).view(1, heads, dim)
+        )
         return
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from leanmoe.experts.policy import Phase
 from leanmoe.models.state import SequenceState
 
 
@@ -26,6 +27,11 @@ class Batch:
     segments: tuple[Segment, ...]
     logit_rows: torch.Tensor
 
+    @property
+    def phase(self) -> Phase:
+        """Prefill if any sequence brings more than one token: then most experts will not be wanted again soon."""
+        return Phase.PREFILL if len(self.tokens) > len(self.segments) else Phase.DECODE
+
     @classmethod
     def of(cls, parts: Sequence[tuple[SequenceState, Sequence[int]]], *, all_logits: bool = False) -> "Batch":
         """Each part continues its sequence with some tokens (a prefill chunk, or one token of decoding).
@@ -33,7 +39,10 @@ class Batch:
         Logits are those after each part's last token, or after every token with `all_logits`. A sequence may
         stand in a batch once. Raises `UsageError` if a sequence has no room left.
         """
-        segments, tokens, positions, last = [], [], [], []
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
         if len({id(state) for state, _ in parts}) != len(parts):
             raise ValueError("a sequence may stand in a batch only once")
         for state, ids in parts:

@@ -2,7 +2,7 @@
 
 import torch
 
-from leanmoe.experts import ExpertPool
+from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import embed, linear
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
@@ -29,15 +29,19 @@ class Layer:
         else:
             self.ffn = DenseFFN(trunk, spec.hidden, spec.dense_width, index)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         h = x + self.attention(self.norm1(x), batch, rope, tables)
-        return h + self.ffn(self.norm2(h))
+        return h + self.ffn(self.norm2(h), batch.phase)
 
 
 class Decoder:
     """A network over a trunk in memory and a pool of experts; `devices[i]` computes layer i."""
 
-    def __init__(self, spec: ModelSpec, trunk: Trunk, pool: ExpertPool | None, devices: list[torch.device]) -> None:
+    def __init__(
+        self, spec: ModelSpec, trunk: Trunk, pool: ExpertPool | None, devices: list[torch.device]
+    ) -> None:
         self.spec, self.devices = spec, devices
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
         factors = trunk.vector_if_present("rope_freqs.weight", spec.attention.rope.rotary_dim // 2)

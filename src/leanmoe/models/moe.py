@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 from torch.nn.functional import silu
 
-from leanmoe.experts import ExpertPool
+from leanmoe.experts.policy import Phase
+from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import ExpertBatch, linear, moe_ffn
 from leanmoe.models.spec import ModelSpec, RouterSpec
 from leanmoe.models.trunk import Trunk
@@ -15,7 +16,7 @@ _MIN_WEIGHT_SUM = 2.0**-14
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor: ...
 
 
 class DenseFFN:
@@ -27,7 +28,7 @@ class DenseFFN:
         self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
         self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
         return linear(self.down, silu(linear(self.gate, x)).mul_(linear(self.up, x)))
 
@@ -40,8 +41,8 @@ class SharedExpert:
         name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
         self.gate = trunk.weight(name, 1, spec.hidden) if trunk.has(name) else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.ffn(x)
+    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+        y = self.ffn(x, phase)
         return y if self.gate is None else y.mul_(linear(self.gate, x).sigmoid_())
 
 
@@ -60,25 +61,23 @@ class MoE:
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
         ids, weights = route(linear(self.router, x), self.router_spec)
         n, k = ids.shape
         outputs = torch.empty(n * k, x.shape[1], device=x.device)
-        # Slot i of the flattened [N, k] table is token i // k; sorting it by expert groups each expert's tokens.
-        flat = ids.flatten().cpu()
-        order = flat.argsort(stable=True)
-        experts, counts = flat[order].unique_consecutive(return_counts=True)
-        dest = dict(zip(experts.tolist(), order.to(torch.int32).split(counts.tolist()), strict=True))
+        rows = _rows_by_expert(ids)
         y: torch.Tensor | None = None
-        for leases in self.pool.acquire(self.layer, list(dest)):
-            slots = [lease.data for lease in leases]
-            rows = [dest[lease.expert] for lease in leases]
-            to = rows[0] if len(rows) == 1 else torch.cat(rows)
-            batch = ExpertBatch(slots, [len(r) for r in rows], to // k, to)
-            moe_ffn(self.layout, batch, x, outputs, self.activation)
-            if y is None and self.shared is not None:
-                y = self.shared(x)  # while the missing experts are being read
+        with self.pool.acquire(self.layer, list(rows), phase) as groups:
+            for leases in groups:
+                mine = [rows[lease.expert] for lease in leases]
+                dest = torch.tensor(
+                    [row for each in mine for row in each], dtype=torch.int32, device=x.device
+                )
+                batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], dest // k, dest)
+                moe_ffn(self.layout, batch, x, outputs, self.activation)
+                if y is None and self.shared is not None:
+                    y = self.shared(x, phase)  # while the missing experts are being read
         routed = _weighted_sum(outputs.view(n, k, -1), weights)
         return routed if y is None else routed.add_(y)
 
@@ -90,6 +89,14 @@ def route(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.T
     if spec.renormalise:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(_MIN_WEIGHT_SUM)
     return ids, weights * spec.scale if spec.scale != 1.0 else weights
+
+
+def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:
+    """For ids [N, k], each expert's places in the flattened table; place i belongs to token i // k."""
+    rows: dict[int, list[int]] = {}
+    for place, expert in enumerate(ids.flatten().tolist()):
+        rows.setdefault(expert, []).append(place)
+    return rows
 
 
 def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

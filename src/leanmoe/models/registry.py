@@ -13,7 +13,10 @@ SpecReader = Callable[[Metadata, GGUFFile], ModelSpec]
 
 
 def _readers() -> dict[str, SpecReader]:
-    modules = [import_module(f"{architectures.__name__}.{m.name}") for m in pkgutil.iter_modules(architectures.__path__)]
+    modules = [
+        import_module(f"{architectures.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(architectures.__path__)
+    ]
     return {name: reader for module in modules for name, reader in getattr(module, "READERS", {}).items()}
 
 

@@ -57,7 +57,11 @@ def _yarn_extrapolation(spec: RopeSpec) -> torch.Tensor:
     """Per frequency pair, 1 where the original frequency is kept and 0 where it is divided by the factor."""
 
     def correction(beta: float) -> float:
-        return spec.rotary_dim * math.log(spec.original_context / (2 * math.pi * beta)) / (2 * math.log(spec.base))
+        return (
+            spec.rotary_dim
+            * math.log(spec.original_context / (2 * math.pi * beta))
+            / (2 * math.log(spec.base))
+        )
 
     low = max(0.0, math.floor(correction(_BETA_FAST)))
     high = min(spec.rotary_dim - 1.0, math.ceil(correction(_BETA_SLOW)))

@@ -15,7 +15,9 @@ class SequenceState:
     keys and values are [kv_heads, capacity, head_dim] on that layer's device.
     """
 
-    def __init__(self, spec: ModelSpec, capacity: int, dtype: torch.dtype, devices: list[torch.device]) -> None:
+    def __init__(
+        self, spec: ModelSpec, capacity: int, dtype: torch.dtype, devices: list[torch.device]
+    ) -> None:
         self.capacity, self.length = capacity, 0
         a = spec.attention
         shape = (2, a.kv_heads, capacity, a.head_dim)
@@ -25,7 +27,9 @@ class SequenceState:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._layers)
 
-    def extend(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(
+        self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores k and v [T, kv_heads, head_dim] at positions start.. and returns all keys and values up to there.
 
         The returned views are [kv_heads, start + T, head_dim] in the cache's own type.

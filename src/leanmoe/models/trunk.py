@@ -24,7 +24,9 @@ class Trunk:
     on the way. Tensors are views into that one image; `device_of` may place a tensor on another device.
     """
 
-    def __init__(self, gguf: GGUFFile, image: torch.Tensor, start: int, device_of: Callable[[str], torch.device]) -> None:
+    def __init__(
+        self, gguf: GGUFFile, image: torch.Tensor, start: int, device_of: Callable[[str], torch.device]
+    ) -> None:
         self._gguf, self._image, self._start, self._device_of = gguf, image, start, device_of
 
     @classmethod
@@ -71,7 +73,9 @@ class Trunk:
             raise FormatError(f"{self._gguf.path}: tensor {name} {list(shape)} is missing")
         squeezed = [n for n in info.shape if n != 1]
         if squeezed != [n for n in shape if n != 1]:
-            raise FormatError(f"{self._gguf.path}: tensor {name} has shape {list(info.shape)}; wanted {list(shape)}")
+            raise FormatError(
+                f"{self._gguf.path}: tensor {name} has shape {list(info.shape)}; wanted {list(shape)}"
+            )
         return info
 
     def _bytes(self, info: TensorInfo) -> torch.Tensor:
@@ -82,12 +86,14 @@ class Trunk:
 def _anonymous(nbytes: int) -> torch.Tensor:
     """Page-aligned zero memory of at least `nbytes`, a whole number of pages, as a uint8 tensor."""
     pages = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    return torch.frombuffer(mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return torch.frombuffer(
+        mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )
 
 
 def _read_chunks(path: Path, start: int, size: int, image: torch.Tensor) -> Iterator[memoryview]:
     """Reads path[start:size] into `image` and yields each chunk while the next one is being read."""
-    target = memoryview(image.numpy())
+    target = memoryview(image.numpy().data)
     with open_direct(path) as source, ThreadPoolExecutor(1) as reader:
 
         def read(begin: int) -> memoryview:

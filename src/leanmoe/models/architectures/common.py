@@ -5,14 +5,24 @@ from typing import Literal
 
 from leanmoe.errors import FormatError, UnsupportedError
 from leanmoe.formats.gguf import GGUFFile
-from leanmoe.models.spec import MAX_EXPERTS, MAX_LAYERS, AttentionSpec, Metadata, ModelSpec, RopeSpec, RouterSpec
+from leanmoe.models.spec import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    AttentionSpec,
+    Metadata,
+    ModelSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 
 def read_rope(meta: Metadata, style: Literal["neox", "norm"], head_dim: int) -> RopeSpec:
     """Rope keys. A scaling type that lean does not compute is refused rather than ignored."""
     rotary = meta.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
     if rotary % 2:
-        raise FormatError(f"{meta.source}: {meta.arch}.rope.dimension_count is {rotary}; wanted an even number")
+        raise FormatError(
+            f"{meta.source}: {meta.arch}.rope.dimension_count is {rotary}; wanted an even number"
+        )
     rope = RopeSpec(style, rotary, meta.number("rope.freq_base", 10000.0))
     if not rope.base > 1:
         raise FormatError(f"{meta.source}: {meta.arch}.rope.freq_base is {rope.base}; wanted more than 1")
@@ -23,14 +33,18 @@ def read_rope(meta: Metadata, style: Literal["neox", "norm"], head_dim: int) -> 
     if kind == "none" or factor in (0.0, 1.0):
         return rope
     if factor < 0:
-        raise FormatError(f"{meta.source}: {meta.arch}.rope.scaling.factor is {factor}; wanted a positive number")
+        raise FormatError(
+            f"{meta.source}: {meta.arch}.rope.scaling.factor is {factor}; wanted a positive number"
+        )
     if kind == "linear":
         return replace(rope, scaling="linear", factor=factor)
     if kind == "yarn":
         original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"), low=1)
         attn = meta.number("rope.scaling.attn_factor", 1.0)
         return replace(rope, scaling="yarn", factor=factor, original_context=original, attention_factor=attn)
-    raise UnsupportedError(f"{meta.source}: rope scaling '{kind}' is not supported; supported: none, linear, yarn")
+    raise UnsupportedError(
+        f"{meta.source}: rope scaling '{kind}' is not supported; supported: none, linear, yarn"
+    )
 
 
 def read_attention(
@@ -40,7 +54,9 @@ def read_attention(
     heads = meta.integer("attention.head_count", low=1, high=4096)
     kv_heads = meta.integer("attention.head_count_kv", heads, low=1, high=heads)
     if heads % kv_heads:
-        raise FormatError(f"{meta.source}: {heads} query heads cannot share {kv_heads} key/value heads evenly")
+        raise FormatError(
+            f"{meta.source}: {heads} query heads cannot share {kv_heads} key/value heads evenly"
+        )
     hidden = meta.integer("embedding_length", low=1, high=2**20)
     head_dim = meta.integer("attention.key_length", hidden // heads or None, low=2, high=4096)
     value_dim = meta.integer("attention.value_length", head_dim, low=1, high=4096)
@@ -59,7 +75,9 @@ def read_router(meta: Metadata, *, renormalise: bool) -> RouterSpec | None:
     if (groups := meta.integer("expert_group_count", 0)) > 1:
         raise UnsupportedError(f"{meta.source}: {meta.arch} with {groups} expert groups is not supported")
     if (gating := meta.integer("expert_gating_func", 1, high=8)) not in (0, 1):
-        raise UnsupportedError(f"{meta.source}: {meta.arch} with expert_gating_func {gating} is not supported")
+        raise UnsupportedError(
+            f"{meta.source}: {meta.arch} with expert_gating_func {gating} is not supported"
+        )
     scale = meta.number("expert_weights_scale", 0.0) or 1.0
     return RouterSpec(experts, top_k, renormalise=renormalise, scale=scale)
 
@@ -83,9 +101,13 @@ def read_spec(
         raise FormatError(f"{gguf.path}: token_embd.weight of {hidden} columns is missing")
     moe = frozenset(n for n in range(layers) if f"blk.{n}.ffn_gate_inp.weight" in gguf.tensors)
     if router is None and moe:
-        raise FormatError(f"{gguf.path}: has routers (blk.{min(moe)}.ffn_gate_inp) but no {meta.arch}.expert_count")
+        raise FormatError(
+            f"{gguf.path}: has routers (blk.{min(moe)}.ffn_gate_inp) but no {meta.arch}.expert_count"
+        )
     if router is not None and not moe:
-        raise FormatError(f"{gguf.path}: {meta.arch}.expert_count is {router.experts} but there is no router tensor")
+        raise FormatError(
+            f"{gguf.path}: {meta.arch}.expert_count is {router.experts} but there is no router tensor"
+        )
     return ModelSpec(
         architecture=meta.arch,
         layers=layers,

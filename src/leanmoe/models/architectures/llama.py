@@ -10,7 +10,11 @@ from leanmoe.models.spec import Metadata, ModelSpec
 
 def _llama(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
     router = read_router(meta, renormalise=True)
-    width = meta.integer("expert_feed_forward_length", meta.integer("feed_forward_length", low=1)) if router else 0
+    width = (
+        meta.integer("expert_feed_forward_length", meta.integer("feed_forward_length", low=1))
+        if router
+        else 0
+    )
     return read_spec(meta, gguf, attention=read_attention(meta, "norm"), router=router, expert_width=width)
 
 

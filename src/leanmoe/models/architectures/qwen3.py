@@ -15,7 +15,9 @@ def _qwen3(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
 def _qwen3moe(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
     router = read_router(meta, renormalise=True)
     width = qwen_expert_width(meta, router)
-    return read_spec(meta, gguf, attention=read_attention(meta, "neox", "head"), router=router, expert_width=width)
+    return read_spec(
+        meta, gguf, attention=read_attention(meta, "neox", "head"), router=router, expert_width=width
+    )
 
 
 READERS = {"qwen3": _qwen3, "qwen3moe": _qwen3moe}

@@ -1,0 +1,155 @@
+"""The Python API: what a script that uses lean relies on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import leanmoe
+from leanmoe import LLM, BudgetError, LeanError, UsageError
+from leanmoe.engine.config import EngineConfig
+from leanmoe.pack import pack_gguf
+
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from oracles.tiny import tiny_gguf
+
+    folder = tmp_path_factory.mktemp("llm")
+    tiny = tiny_gguf(folder / "tiny.gguf", "qwen3moe", "Q8_0")
+    return pack_gguf(tiny.path, folder / "tiny.lmpack")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(path, context=128) as model:
+        yield model
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(getattr(leanmoe, name) is not None for name in leanmoe.__all__)
+
+
+def test_the_same_request_gives_the_same_answer(llm: LLM) -> None:
+    greedy = [llm.generate(PROMPT, max_tokens=20, temperature=0) for _ in range(2)]
+    seeded = [llm.generate(PROMPT, max_tokens=20, seed=5) for _ in range(2)]
+    assert greedy[0].tokens == greedy[1].tokens
+    assert seeded[0].tokens == seeded[1].tokens
+    assert greedy[0].usage.completion_tokens == len(greedy[0].tokens)
+
+
+def test_streamed_pieces_are_the_completion(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=30, temperature=0)
+    pieces = list(stream)
+    assert stream.completion is not None
+    assert "".join(pieces) == stream.completion.text
+    assert stream.completion.tokens == llm.generate(PROMPT, max_tokens=30, temperature=0).tokens
+
+
+def test_greedy_answer_follows_the_logits(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    done = llm.generate(ids, max_tokens=5, temperature=0)
+    for token in done.tokens:
+        assert int(llm.logits(ids)[-1].argmax()) == token
+        ids = [*ids, token]
+
+
+def test_max_tokens_and_the_end_of_the_context_end_an_answer(llm: LLM) -> None:
+    done = llm.generate([1] * 10, max_tokens=3, temperature=2.0, top_k=0, min_p=0, top_p=1, seed=1)
+    assert (done.finish_reason, len(done.tokens)) == ("length", 3)
+    for seed in range(20):
+        full = llm.generate([1] * 120, temperature=2.0, top_k=0, min_p=0, top_p=1, seed=seed)
+        if full.finish_reason == "length":
+            assert len(full.tokens) == 9  # 8 more fit, and one is drawn from the last logits
+            return
+    pytest.fail("every answer met a stop token within nine")
+
+
+def test_a_stop_string_ends_the_text_and_is_not_in_it(llm: LLM) -> None:
+    text = llm.generate(PROMPT, max_tokens=30, temperature=0).text
+    stop = text[5:7]
+    done = llm.generate(PROMPT, max_tokens=30, temperature=0, stop=[stop])
+    assert done.finish_reason == "stop"
+    assert done.text == text[: text.index(stop)]
+
+
+def test_leaving_a_stream_early_frees_the_model_for_the_next_caller(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, max_tokens=50, temperature=0)
+    for _ in stream:
+        stream.cancel()
+    assert stream.completion is not None
+    assert stream.completion.finish_reason == "cancelled"
+    for _ in llm.stream(PROMPT, max_tokens=50):
+        break  # dropping a stream ends it
+    with llm.stream(PROMPT, max_tokens=50) as kept:
+        next(iter(kept))
+        with pytest.raises(UsageError, match="still streaming"):
+            llm.generate(PROMPT, max_tokens=2)
+    assert llm.generate(PROMPT, max_tokens=2).tokens
+
+
+def test_bad_requests_are_refused_with_what_was_wanted(llm: LLM) -> None:
+    for call, text in [
+        (lambda: llm.generate("", max_tokens=1), "empty"),
+        (lambda: llm.generate([99999]), "vocabulary"),
+        (lambda: llm.generate([1] * 200), "context"),
+        (lambda: llm.generate(PROMPT, max_tokens=0), "max_tokens"),
+        (lambda: llm.generate(PROMPT, temprature=1), "temprature"),
+        (lambda: llm.logits([]), "empty"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            call()
+
+
+def test_a_conversation_computes_only_what_is_new(path: Path, llm: LLM) -> None:
+    if not llm.has_chat_template:
+        pytest.skip("the tiny model has no chat template")
+    messages = [{"role": "user", "content": "Hello there, how are you today?"}]
+    first = llm.chat(messages, max_tokens=4, temperature=0)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And now?"}]
+    second = llm.chat(messages, max_tokens=4, temperature=0)
+    assert second.usage.reused_tokens >= first.usage.prompt_tokens - 1
+    with LLM(path, context=128) as fresh:
+        assert fresh.chat(messages, max_tokens=4, temperature=0).tokens == second.tokens
+
+
+def test_a_budget_below_the_floor_is_refused_and_the_named_one_works(path: Path) -> None:
+    with pytest.raises(BudgetError) as refused:
+        LLM(path, memory="64MiB", context=128)
+    smallest = str(refused.value).partition("the smallest that works is ")[2].split()[0]
+    with LLM(path, memory=f"{int(smallest.removesuffix('MiB')) + 32}MiB", context=128) as llm:
+        assert llm.generate(PROMPT, max_tokens=2).tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_type": "q3"},
+        {"devices": ("tpu",)},
+        {"verify": "maybe"},
+        {"context": 0},
+        {"readers": 0},
+        {"colour": 1},
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_errors(path: Path, settings: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings)).rstrip("s").replace("kv_type", "KV type")):
+        LLM(path, **settings)
+
+
+def test_a_context_longer_than_the_models_own_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match="more than the model's own"):
+        LLM(path, context=10**6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error(path: Path) -> None:
+    with pytest.raises(LeanError, match="cuda"):
+        LLM(path, devices=("cuda:0",), vram=1 << 30)
+
+
+def test_defaults_are_valid() -> None:
+    assert EngineConfig().devices == ("cpu",)
