@@ -1,5 +1,7 @@
 """The expert cache: what its leases hold, under any sequence of acquires, any threads, any fault."""
 
+import faulthandler
+import os
 import random
 import threading
 from collections import Counter
@@ -21,6 +23,14 @@ SIZES = {0: PAGE, 1: 2 * PAGE, 3: PAGE, 4: 3 * PAGE}  # layer 2 is dense
 COUNTS = dict.fromkeys(SIZES, EXPERTS)
 FLOOR = slot_floor(SIZES, COUNTS, TOP_K)
 TOTAL = sum(SIZES.values()) * EXPERTS
+
+
+@pytest.fixture(autouse=True)
+def deadlock_guard():
+    """A deadlock ends the run and shows every thread's stack, instead of hanging for ever."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +60,7 @@ class GatedStore(ExpertStore):
     def read_into(self, key, buffer):
         self.reads[key] += 1
         if key in self.gates:
-            assert self.gates[key].wait(60)
+            assert self.gates[key].wait(20)
         super().read_into(key, buffer)
 
 
@@ -97,7 +107,7 @@ def finished(call):
     thread.start()
 
     def wait():
-        thread.join(60)
+        thread.join(20)
         assert not thread.is_alive(), "blocked"
         if failure:
             raise failure[0]
@@ -204,8 +214,11 @@ def test_a_held_lease_is_not_evicted_by_others(pack, files):
         assert not {(4, 0), (4, 1)} & set(cache.resident())
 
 
-def test_an_acquire_without_slots_waits_for_those_held_by_another(pack, files):
+def test_an_acquire_without_slots_waits_for_those_held_by_another(pack, files, monkeypatch):
     """Two requests that together want more slots than there are: one waits, neither fails, none deadlocks."""
+    monkeypatch.setattr(
+        "leanmoe.experts.cache._RECLAIM_SECONDS", 3600
+    )  # it must be woken, not find out by itself
     with gated(pack) as (_, cache):
         slots = 2 * TOP_K
         use(cache, files, 4, range(slots))
@@ -217,11 +230,35 @@ def test_an_acquire_without_slots_waits_for_those_held_by_another(pack, files):
             wait()
 
 
+def test_a_waiting_acquire_goes_before_one_that_wants_more_slots(pack, files):
+    """A long prompt must not keep a short request waiting for a slot until it is through."""
+    with gated(pack) as (store, cache):
+        use(cache, files, 4, range(2 * TOP_K))
+        store.hold(*((4, e) for e in range(2 * TOP_K, EXPERTS - 1)))
+        greedy = cache.acquire(4, range(EXPERTS - 1))
+        next(greedy)
+        waiting = finished(lambda: use(cache, files, 4, [EXPERTS - 1]))
+        while not cache._shelves[4].starved:
+            os.sched_yield()
+        next(greedy)  # gives slots back, and wants them all for itself
+        waiting()
+
+
+def test_an_expert_that_another_acquire_fetched_meanwhile_is_not_read_again(pack, files):
+    """Else a prompt's later waves would waste reads and slots on what a neighbour has brought in."""
+    with gated(pack, TOTAL, readers=2) as (store, cache):
+        prompt = cache.acquire(0, range(EXPERTS), Phase.PREFILL)  # reads some now, the rest later
+        use(cache, files, 0, [EXPERTS - 1])
+        assert sorted(lease.expert for group in prompt for lease in group) == list(range(EXPERTS))
+        assert store.reads[0, EXPERTS - 1] == 1
+        assert len(cache.resident()) == EXPERTS
+
+
 def test_dropped_iterators_give_their_slots_back(pack, files):
     """Ctrl-C in the middle of a layer must not leak slots until nothing can be read any more."""
     with gated(pack) as (_, cache):
         for expert in range(EXPERTS):
-            next(cache.acquire(4, [expert, (expert + 1) % EXPERTS]))
+            assert finished(lambda e=expert: next(cache.acquire(4, [e, (e + 1) % EXPERTS])))()
         assert finished(lambda: use(cache, files, 4, range(EXPERTS)))()
 
 
@@ -248,7 +285,7 @@ def test_many_threads_get_the_right_bytes_and_finish(pack, files, extra):
 
     def work(seed):
         source = random.Random(seed)
-        start.wait(60)
+        start.wait(20)
         for _ in range(rounds):
             experts = source.sample(range(EXPERTS), source.choice([1, 2, TOP_K, EXPERTS]))
             use(

@@ -98,30 +98,32 @@ def test_demand_reads_overtake_background_ones():
 
     def blocking():
         started.set()
-        return gate.wait(60)
+        return gate.wait(20)
 
     running = readers.submit_background(blocking)
-    assert started.wait(60)
+    assert started.wait(20)
     queued = [readers.submit_background(lambda: not order.append("background")) for _ in range(3)]
     done = threading.Event()
     readers.submit(lambda: order.append("demand"))
     readers.submit(done.set)
     gate.set()
-    assert running.result(60)
-    assert done.wait(60)
-    assert all(future.result(60) for future in queued)
+    assert running.result(20)
+    assert done.wait(20)
+    assert all(future.result(20) for future in queued)
     assert order == ["demand", *["background"] * 3]
     readers.close()
 
 
 def test_background_reads_leave_a_thread_for_demand():
     """However slow the warm-up's reads are, a demand read starts at once."""
-    readers, gate, done = Readers(3), threading.Event(), threading.Event()
-    running = [readers.submit_background(lambda: gate.wait(60)) for _ in range(6)]
-    readers.submit(done.set)
-    assert done.wait(60)
+    readers, gate = Readers(3), threading.Event()
+    running = [readers.submit_background(lambda: gate.wait(20)) for _ in range(6)]
+    for _ in range(100):
+        done = threading.Event()
+        readers.submit(done.set)
+        assert done.wait(20)
     gate.set()
-    assert all(future.result(60) for future in running)
+    assert all(future.result(20) for future in running)
     readers.close()
 
 
@@ -131,18 +133,18 @@ def test_closing_stops_loading(pack):
 
     def blocking():
         started.set()
-        return gate.wait(60)
+        return gate.wait(20)
 
     pool._readers.submit_background(blocking)
-    assert started.wait(60)
+    assert started.wait(20)
     loading = pool.preload([(0, 0), (0, 1)])
     closing = threading.Thread(target=pool.close)
     closing.start()
     for future in loading:
         with pytest.raises(CancelledError):
-            future.result(60)
+            future.result(20)
     gate.set()
-    closing.join(60)
+    closing.join(20)
     assert not closing.is_alive()
     pool.close()
     with pytest.raises(LeanError, match="closed"):

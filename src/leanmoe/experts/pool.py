@@ -15,9 +15,7 @@ from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import ExpertStore, Verify
-from leanmoe.pack.layout import ExpertLayout
-from leanmoe.pack.manifest import Manifest
-from leanmoe.pack.reader import Pack
+from leanmoe.pack import ExpertLayout, Manifest, Pack
 
 
 class Placement(NamedTuple):

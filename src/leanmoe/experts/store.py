@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import Key
-from leanmoe.pack.reader import Pack
+from leanmoe.pack import Pack
 
 Verify = Literal["first", "always", "never"]
 
