@@ -1,20 +1,13 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
-#include <immintrin.h>
-
-#include "quantize.h"
-
-#define LEAN_INLINE inline __attribute__((always_inline))
+#include "x86.h"
 
 namespace lean {
 namespace {
 
 constexpr int WIDE = 4;  // tokens whose sums fit the sixteen registers
 
-LEAN_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-LEAN_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 LEAN_INLINE __m256i bytes256(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
-LEAN_INLINE float half_float(const uint8_t* p) { return _cvtsh_ss(load_u16(p)); }
 
 // Shifts by a constant that is zero, positive (right) or negative (left); bits that cross bytes are masked after.
 LEAN_INLINE __m256i shift(__m256i v, int right) {
@@ -53,12 +46,7 @@ LEAN_INLINE void spread_pairs(__m128i eight, __m256i& sixteen) {
 }
 
 LEAN_INLINE void header_k4(const uint8_t* p, Head& head) {
-    const __m128i v = load128(p);
-    const __m128i low = _mm_shuffle_epi8(v, _mm_set_epi8(15, 14, 13, 12, 11, 10, 9, 8, 15, 14, 13, 12, 7, 6, 5, 4));
-    const __m128i high = _mm_shuffle_epi8(v, _mm_set_epi8(11, 10, 9, 8, -1, -1, -1, -1, 7, 6, 5, 4, -1, -1, -1, -1));
-    const __m128i low_bits = _mm_and_si128(_mm_srlv_epi32(low, _mm_set_epi32(4, 0, 0, 0)),
-                                           _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
-    const __m128i both = _mm_or_si128(low_bits, _mm_and_si128(_mm_srli_epi32(high, 2), _mm_set1_epi8(0x30)));
+    const __m128i both = scales_k4(p);
     __m256i scale;
     spread_pairs(_mm_cvtepu8_epi16(both), scale);
     _mm256_store_si256(reinterpret_cast<__m256i*>(head.scale), scale);
@@ -109,14 +97,7 @@ template <> struct Unit256<Q3_K> {
     static constexpr Extra extra = OFFSET;
     static constexpr bool is_signed = false;
     static LEAN_INLINE void head(const uint8_t* p, Head& h) {
-        const __m128i tail = load128(p + 94);  // 12 bytes of scales from byte 2, then d
-        const __m128i low = _mm_shuffle_epi8(tail, _mm_set_epi8(9, 8, 7, 6, 5, 4, 3, 2, 9, 8, 7, 6, 5, 4, 3, 2));
-        const __m128i high = _mm_shuffle_epi8(tail, _mm_set1_epi32(0x0d0c0b0a));
-        const __m128i low_bits =
-            _mm_and_si128(_mm_blend_epi16(low, _mm_srli_epi16(low, 4), 0xf0), _mm_set1_epi8(15));
-        const __m128i high_bits = _mm_and_si128(_mm_srlv_epi32(high, _mm_set_epi32(6, 4, 2, 0)), _mm_set1_epi8(3));
-        const __m128i both = _mm_or_si128(low_bits, _mm_slli_epi32(high_bits, 4));
-        signed_scales(_mm256_cvtepi8_epi16(_mm_sub_epi8(both, _mm_set1_epi8(32))), 2, h);
+        signed_scales(_mm256_cvtepi8_epi16(scales_q3(p)), 2, h);
         h.d = half_float(p + 108);
     }
     static LEAN_INLINE __m256i chunk(const uint8_t* p, int j) {
@@ -171,6 +152,7 @@ LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* 
 #pragma GCC unroll 4
     for (int t = 0; t < N; ++t) acc[t] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, w += Block<TYPE>::bytes) {
+        prefetch<Block<TYPE>::bytes>(w);
         Head head;
         Unit::head(w, head);
         __m256i sum[N];
@@ -265,6 +247,7 @@ LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* a
     }
     const __m256i ones = _mm256_set1_epi16(1);
     for (int64_t b = 0; b < cols / 32; ++b, w += Block<TYPE>::bytes) {
+        prefetch<Block<TYPE>::bytes>(w);
         const __m256i q = Unit32<TYPE>::chunk(w);
         const __m256i size = Block<TYPE>::has_min ? q : _mm256_abs_epi8(q);
         const float d = scale_32<TYPE>(w), m = Block<TYPE>::has_min ? half_float(w + 2) : 0;
@@ -310,7 +293,10 @@ LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const
 #pragma GCC unroll 4
     for (int t = 0; t < N; ++t) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
     int64_t i = 0;
-    for (; i + 16 <= cols; i += 16) add_floats<TYPE, N>(w + i * size, act, i, acc);
+    for (; i + 16 <= cols; i += 16) {
+        prefetch<16 * size>(w + i * size);
+        add_floats<TYPE, N>(w + i * size, act, i, acc);
+    }
     if (i < cols) {
         uint8_t last[16 * size] = {};
         memcpy(last, w + i * size, static_cast<size_t>((cols - i) * size));

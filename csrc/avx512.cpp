@@ -1,10 +1,6 @@
 // The unit for AVX-512 with VNNI. A group of 256 weights is unpacked into registers once and multiplied with up
 // to TILE tokens, so decoding and prefill run the same additions in the same order.
-#include <immintrin.h>
-
-#include "quantize.h"
-
-#define LEAN_INLINE inline __attribute__((always_inline))
+#include "x86.h"
 
 namespace lean {
 namespace {
@@ -14,8 +10,6 @@ namespace {
 constexpr int BIAS = 128;
 
 LEAN_INLINE __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
-LEAN_INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-LEAN_INLINE __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 LEAN_INLINE __m512i twice(const void* p) { return _mm512_broadcast_i64x4(load256(p)); }
 
 // Shift counts: the lower and the upper 256 bits, or each 128 bits, have their own.
@@ -29,7 +23,7 @@ LEAN_INLINE __m512i bytes512(int value) { return _mm512_set1_epi8(static_cast<ch
 // (a & mask) | b
 LEAN_INLINE __m512i mask_or(__m512i a, __m512i mask, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xea); }
 
-LEAN_INLINE __m512 scale512(const uint8_t* p) { return _mm512_set1_ps(_cvtsh_ss(load_u16(p))); }
+LEAN_INLINE __m512 scale512(const uint8_t* p) { return _mm512_set1_ps(half_float(p)); }
 
 LEAN_INLINE const float* group_scales(const uint8_t* act, int64_t groups) {
     return reinterpret_cast<const float*>(act + groups * static_cast<int64_t>(sizeof(ActGroup)));
@@ -88,15 +82,9 @@ template <int TYPE> struct Unit256;
 
 // d, dmin and twelve bytes of scales and minima, as Q4_K and Q5_K begin.
 LEAN_INLINE void header_k4(const uint8_t* p, Weights256& u) {
-    const __m128i head = load128(p);
-    const __m128i low = _mm_shuffle_epi8(head, _mm_set_epi8(15, 14, 13, 12, 11, 10, 9, 8, 15, 14, 13, 12, 7, 6, 5, 4));
-    const __m128i high = _mm_shuffle_epi8(head, _mm_set_epi8(11, 10, 9, 8, -1, -1, -1, -1, 7, 6, 5, 4, -1, -1, -1, -1));
-    const __m128i low_bits = _mm_and_si128(_mm_srlv_epi32(low, _mm_set_epi32(4, 0, 0, 0)),
-                                           _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f));
-    const __m128i high_bits = _mm_and_si128(_mm_srli_epi32(high, 2), _mm_set1_epi8(0x30));
-    const __m128i both = _mm_or_si128(low_bits, high_bits);  // 8 scales, 8 minima
+    const __m128i both = scales_k4(p);
     arrange_scales<32>(_mm256_cvtepu8_epi16(both), u);
-    const __m128 d = _mm_cvtph_ps(head);
+    const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(load_u32(p))));
     u.d = _mm512_broadcastss_ps(d);
     const __m256 dmin = _mm256_broadcastss_ps(_mm_movehdup_ps(d));
     const __m256i minima = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(both, both));
@@ -153,13 +141,7 @@ template <> struct Unit256<Q3_K> {
     static constexpr int bytes = 110;
     static constexpr Extra extra = OFFSET;
     static LEAN_INLINE void load(const uint8_t* p, Weights256& u) {
-        const __m128i tail = load128(p + 94);  // 12 bytes of scales from byte 2, then d
-        const __m128i low = _mm_shuffle_epi8(tail, _mm_set_epi8(9, 8, 7, 6, 5, 4, 3, 2, 9, 8, 7, 6, 5, 4, 3, 2));
-        const __m128i high = _mm_shuffle_epi8(tail, _mm_set_epi8(13, 12, 11, 10, 13, 12, 11, 10, 13, 12, 11, 10, 13, 12, 11, 10));
-        const __m128i low_bits = _mm_and_si128(_mm_srlv_epi64(low, _mm_set_epi64x(4, 0)), _mm_set1_epi8(15));
-        const __m128i high_bits = _mm_and_si128(_mm_srlv_epi32(high, _mm_set_epi32(6, 4, 2, 0)), _mm_set1_epi8(3));
-        const __m128i both = _mm_or_si128(low_bits, _mm_slli_epi32(high_bits, 4));
-        const __m256i scale = _mm256_cvtepi8_epi16(_mm_sub_epi8(both, _mm_set1_epi8(32)));
+        const __m256i scale = _mm256_cvtepi8_epi16(scales_q3(p));
         arrange_scales<16>(scale, u);
         u.offset = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_slli_epi16(scale, 2));
         u.d = scale512(p + 108);
@@ -209,6 +191,7 @@ LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* 
     }
     for (int64_t g = 0; g < groups; ++g, w += Unit::bytes) {
         Weights256 u;
+        prefetch<Unit::bytes>(w);
         Unit::load(w, u);
 #pragma GCC unroll 8
         for (int t = 0; t < N; ++t)
@@ -229,6 +212,7 @@ template <int N> LEAN_INLINE void rows_iq4_xs(const uint8_t* w, int64_t cols, co
         _mm_xor_si128(load128(IQ4_VALUES), _mm_set1_epi8(static_cast<char>(0x80))));  // value + 128
     const __m512i pairs = _mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0);
     for (int64_t g = 0; g < groups; ++g, w += 136) {
+        prefetch<136>(w);
         const __m256i low = _mm256_and_si256(
             _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(load_u32(w + 4))), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0)),
             _mm256_set1_epi32(15));
@@ -406,7 +390,10 @@ LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* a
     __m512 acc[N];
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) acc[t] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < whole; ++g) group_32<TYPE, N>(w + g * 8 * bytes, act, g, acc);
+    for (int64_t g = 0; g < whole; ++g) {
+        prefetch<8 * bytes>(w + g * 8 * bytes);
+        group_32<TYPE, N>(w + g * 8 * bytes, act, g, acc);
+    }
     if (cols % GROUP != 0) {
         uint8_t last[8 * bytes] = {};
         memcpy(last, w + whole * 8 * bytes, static_cast<size_t>(cols % GROUP / 32 * bytes));
@@ -441,7 +428,10 @@ LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const
                     v, _mm512_loadu_ps(reinterpret_cast<const float*>(act[t]) + i + 16 * part), acc[part][t]);
         }
     };
-    for (; i + 32 <= cols; i += 32) add(w + i * size);
+    for (; i + 32 <= cols; i += 32) {
+        prefetch<32 * size>(w + i * size);
+        add(w + i * size);
+    }
     if (i < cols) {
         uint8_t last[32 * size] = {};
         memcpy(last, w + i * size, static_cast<size_t>((cols - i) * size));
