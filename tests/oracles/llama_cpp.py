@@ -32,7 +32,7 @@ class LlamaCpp:
         path: Path | str,
         *,
         n_ctx: int = 1024,
-        threads: int = 2,
+        threads: int = 1,
         kv: str = "f16",
         flash_attention: bool | None = None,
     ) -> None:

@@ -1,0 +1,5 @@
+"""Fixtures for every test file. Nothing heavy is imported here: collecting the tests stays quick."""
+
+from model_fixtures import demo_gguf, smollm2_gguf, tiny_model
+
+__all__ = ["demo_gguf", "smollm2_gguf", "tiny_model"]

@@ -1,0 +1,87 @@
+"""Models that several test files need, each made once per session or kept in the user's cache."""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from oracles.tiny import TinyModel
+
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+DEMO_EXPERTS = 8
+
+_OWN_PARAGRAPH = """
+The harbour was quiet before six. Two men were mending a net on the stones, and neither of them spoke until the
+ferry had turned the corner of the breakwater; then the older one said that the wind would go round to the north
+by noon, and that whoever meant to cross had better do it early. "You said so yesterday," the other answered,
+"and yesterday it rained." They both laughed. In 1987 the same ferry had carried 412 passengers in one day, which
+was thought impossible; today it carried nine, a dog, and eleven boxes of plums.
+"""
+
+
+def real_text(characters: int = 3600) -> str:
+    """English prose and technical text, `characters` long: at 3600 more than 700 tokens of SmolLM2's."""
+    from pydoc_data import topics
+
+    reference = "\n\n".join(topics.topics[name] for name in ("truth", "naming", "exceptions", "with"))
+    return (_OWN_PARAGRAPH.strip() + "\n\n" + reference)[:characters]
+
+
+def _on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, dense, Q4_1: downloaded into the cache once. Skips where it cannot be fetched."""
+    _on_path(DEMO)
+    from smollm2 import DemoError, default_cache, fetch
+
+    try:
+        return fetch(default_cache())
+    except DemoError as error:
+        pytest.skip(f"SmolLM2 is not in the cache and cannot be downloaded: {error}")
+
+
+@pytest.fixture(scope="session")
+def demo_gguf(smollm2_gguf: Path) -> Path:
+    """The demo model with 8 experts per layer (0.7 GB), built into the cache, anew when its builder changed.
+
+    A test that asks for it is slow: mark it so.
+    """
+    from build_model import build
+
+    sources = sorted([*DEMO.glob("*.py"), DEMO / "calibration.txt"])
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.name != "run.py"))
+    cache = smollm2_gguf.parent
+    out = cache / f"demo-{DEMO_EXPERTS}-{digest.hexdigest()[:12]}.gguf"
+    for stale in cache.glob(f"demo-{DEMO_EXPERTS}-*.gguf"):
+        if stale != out:
+            stale.unlink()
+    build(out, DEMO_EXPERTS, cache)
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., "TinyModel"]]:
+    """`tiny_model(arch, quant="F32", seed=0, **overrides)`: as `oracles.tiny.tiny_gguf`, each made once."""
+    from oracles.tiny import tiny_gguf
+
+    folder = tmp_path_factory.mktemp("tiny")
+    made: dict[str, TinyModel] = {}
+
+    def make(arch: str, quant: str = "F32", seed: int = 0, **overrides: Any) -> "TinyModel":
+        key = f"{arch} {quant} {seed} {sorted(overrides.items())}"
+        if key not in made:
+            path = folder / f"{arch}-{quant}-{len(made)}.gguf"
+            made[key] = tiny_gguf(path, arch, quant, seed, **overrides)
+        return made[key]
+
+    yield make
+    for tiny in made.values():
+        tiny.path.unlink()
