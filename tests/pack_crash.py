@@ -42,7 +42,8 @@ class _Killer:
     def __init__(self, nth: int, power_cut: Path | None) -> None:
         self.left, self.power_cut = nth, power_cut
         self.lock = threading.Lock()
-        self.synced: dict[str, int] = self._sizes()  # what was there before is taken to be on disk
+        # By inode, since files are renamed; what was there before is taken to be on disk.
+        self.synced = {inode: size for inode, size, _ in self._files()}
         self.real = {name: getattr(os, name) for name in _STEPS}
 
     def install(self) -> None:
@@ -63,22 +64,22 @@ class _Killer:
                     self._die()
                 result = real(*args, **kwargs)
                 if name == "fsync":
-                    self.synced[os.readlink(f"/proc/self/fd/{args[0]}")] = os.fstat(args[0]).st_size
+                    info = os.fstat(args[0])
+                    self.synced[info.st_ino] = info.st_size
                 return result
 
         return step
 
     def _die(self) -> None:
         if self.power_cut is not None:
-            for path, size in self._sizes().items():
-                kept = self.synced.get(path)
+            for inode, size, path in self._files():
+                kept = self.synced.get(inode)
                 if kept is None:
                     self.real["unlink"](path)
                 elif kept < size:
                     self.real["truncate"](path, kept)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _sizes(self) -> dict[str, int]:
-        if self.power_cut is None:
-            return {}
-        return {str(p): p.stat().st_size for p in self.power_cut.rglob("*") if p.is_file()}
+    def _files(self) -> list[tuple[int, int, Path]]:
+        paths = self.power_cut.rglob("*") if self.power_cut is not None else ()
+        return [(path.stat().st_ino, path.stat().st_size, path) for path in paths if path.is_file()]

@@ -73,9 +73,10 @@ def die_everywhere(
     def unfinished() -> bool:
         return not out.exists() or (out / "journal").exists()
 
-    for nth in range(1, total + 1, stride):
+    # The last steps, where the pack gets its name, are each tried whatever the stride.
+    for nth in sorted({*range(1, total + 1, stride), *range(total - 8, total + 1)}):
         shutil.copy2(kept, source)
-        assert not run_and_die(act, nth, power_cut=partial if power_cut else None)
+        assert not run_and_die(act, nth, power_cut=disk if power_cut else None)
         # Killed a second time while resuming, then left to finish.
         if unfinished() and not run_and_die(act, 1 + nth % 17) and unfinished():
             act()
