@@ -1,12 +1,13 @@
 """Messages to prompt text, through the chat template that comes with the model."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from leanmoe.errors import FormatError, UsageError
-from leanmoe.text.sandbox import MAX_SIZE, TemplateEnvironment, TemplateRefusal, variables_with_budget
+from leanmoe.text.sandbox import Meter, TemplateEnvironment, TemplateRefusal
 from leanmoe.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -15,6 +16,7 @@ model's template reads, such as `tool_calls`."""
 
 _KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE = 1 << 20
+_MAX_PROMPT = 16 << 20
 
 
 class ChatTemplate:
@@ -69,16 +71,19 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **self._special_tokens,
-            **variables,
+            **copy.deepcopy(variables),
         }
         pieces: list[str] = []
         size = 0
         try:
-            for piece in template.generate(variables_with_budget(given)):
-                size += len(piece)
-                if size > MAX_SIZE:
-                    raise UsageError(f"the model's chat template writes more than {MAX_SIZE:,} characters")
-                pieces.append(piece)
+            with Meter():
+                for piece in template.generate(given):
+                    size += len(piece)
+                    if size > _MAX_PROMPT:
+                        raise UsageError(
+                            f"the model's chat template writes more than {_MAX_PROMPT:,} characters"
+                        )
+                    pieces.append(piece)
         except TemplateRefusal as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -118,17 +123,18 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UsageError(f"{where}.role is {role!r}; wanted a name such as 'system', 'user' or 'assistant'")
-    content = message.get("content")
+    copied = copy.deepcopy(dict(message))
+    content = copied.get("content")
     if isinstance(content, str):
-        return dict(message)
+        return copied
     if content is None:
         if role == "assistant":
-            return {**message, "content": message.get("content", "")}
+            return {**copied, "content": ""}
         raise UsageError(f"{where} has no content; wanted text")
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise UsageError(f"{where}.content is {content!r}; wanted text or a list of text parts")
     parts = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
-    return {**message, "content": "\n".join(parts)}
+    return {**copied, "content": "\n".join(parts)}
 
 
 def _part(part: Any, where: str) -> str:

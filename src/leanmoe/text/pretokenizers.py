@@ -111,7 +111,6 @@ _KIMI = (
     rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?|\p{{N}}{{1,3}}|"
     rf"{_OTHER}|{_LINES_AND_SPACES}"
 )
-_BAILING = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_OTHER}|\s*[\r\n]|{_SPACES}"
 _SEED = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
 _EXAONE_MOE = (
     _CONTRACTION
@@ -143,14 +142,14 @@ _FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
     ("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_words(r"\p{N}{1,3}"),))),
     ("glm4 glm5", PreTokenizer((_words(r"\p{N}{1,3}"),), ignore_merges=True)),
     (
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 bailingmoe bailingmoe2 "
+        "llada-moe",
         PreTokenizer((_words(r"\p{N}"),)),
     ),
     ("qwen35", PreTokenizer((_QWEN35,))),
     ("ufakzeka", PreTokenizer((_words(r"\p{N}", contraction=""),))),
     ("laguna", PreTokenizer((r"[^\n]+|\n+", _words(r"\p{N}")))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), ignore_merges=True)),
-    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     (

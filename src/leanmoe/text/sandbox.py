@@ -1,55 +1,119 @@
 """A Jinja environment for templates that nobody vouches for: a chat template comes with the model file.
 
-Jinja's immutable sandbox keeps a template away from Python's internals and from changing what it is given.
-What it does not bound is work: nested loops, calls that call themselves, strings that double. Here a render
-has a budget of steps (loop iterations and calls), every string or list that an operator makes has a size
-limit, and the filters and methods that make long strings out of a small number are refused or limited. One
-step is itself bounded work, since all that it works on is bounded; a hostile template can still keep a CPU
-busy for some seconds before it is refused.
+Jinja's sandbox keeps a template away from Python's internals. What it does not bound is work: nested loops,
+calls that call themselves, strings and lists that double. Here the loop iterations and calls of a render, and
+the values that it makes, are charged to a meter, which stops it in the end. What would be huge before it
+could be charged (repetition, replacement, padding) is refused beforehand. This bounds time and memory for
+practical purposes, to some seconds and some hundred MB; it is no proof against somebody who studies it.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Undefined
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000
-MAX_SIZE = 16 << 20
-_STEPS = "render steps"
+MAX_SIZE = 4 << 20
+"""The most characters in a string, or items in a list, that a template may make."""
+MAX_WORK = 3_000_000
+"""The most units of work for one render: an iteration, an item of a value, 64 characters; 16 for a call."""
+
 _WIDTH = re.compile(r"\d{5,}")
-# Filters that no chat template needs and that make long strings of small numbers, or need the network's
-# escaping.
+_NESTED_FIELD = re.compile(r"\{[^{}]*\{")
+# Filters that no chat template needs and that make long strings of small numbers.
 _REFUSED_FILTERS = ("center", "filesizeformat", "format", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+# Filters that do not look into the items of what they are given; all others pay for what these hold.
+_SHALLOW_FILTERS = frozenset(
+    (
+        *(
+            "attr",
+            "batch",
+            "count",
+            "d",
+            "default",
+            "dictsort",
+            "first",
+            "groupby",
+            "items",
+            "last",
+            "length",
+        ),
+        *("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    )
+)
+_CALL = 16
 
 
 class TemplateRefusal(TemplateError):
     """`raise_exception` in a template: it refuses the messages it was given."""
 
 
-class StepCount:
-    """The steps that one render may still take."""
+class Meter:
+    """Counts the work of one render; use it as a context around the render."""
 
-    def __init__(self, steps: int = MAX_STEPS) -> None:
-        self._left = steps
+    _current: ContextVar["Meter"] = ContextVar("render meter")
 
-    def take(self) -> None:
-        """Uses one step. Raises `SecurityError` when there is none."""
-        self._left -= 1
-        if self._left < 0:
-            raise SecurityError(f"the template takes more than {MAX_STEPS:,} steps")
+    def __init__(self) -> None:
+        self._left = MAX_WORK
+
+    def __enter__(self) -> "Meter":
+        self._token = Meter._current.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Meter._current.reset(self._token)
+
+    @staticmethod
+    def left() -> int:
+        """What the render that is going on may still use."""
+        return Meter._current.get()._left
+
+    @staticmethod
+    def take(units: int = 1) -> None:
+        """Charges work to the render that is going on. Raises `SecurityError` when it has had its share."""
+        meter = Meter._current.get()
+        meter._left -= units
+        if meter._left < 0:
+            raise SecurityError(f"the template takes more than {MAX_WORK:,} steps")
 
 
-def variables_with_budget(variables: dict[str, Any]) -> dict[str, Any]:
-    """The variables of one render, with its budget under a name that a template cannot spell."""
-    return {**variables, _STEPS: StepCount()}
+def _touch(value: Any) -> Any:
+    """Charges for looking at a value once, and returns it."""
+    if isinstance(value, str | list | tuple):
+        _check_size(len(value))
+        Meter.take(1 + len(value) // 64)
+    elif isinstance(value, int):
+        _check_bits(value.bit_length())
+    return value
+
+
+def _charge(value: Any) -> Any:
+    """Charges for a value and all that it holds, and returns it."""
+    units, most, waiting = 0, Meter.left(), [value]
+    while waiting and units <= most:
+        item = waiting.pop()
+        units += 1
+        if isinstance(item, str):
+            _check_size(len(item))
+            units += len(item) // 64
+        elif isinstance(item, list | tuple | set):
+            waiting += item
+        elif isinstance(item, int):
+            _check_bits(item.bit_length())
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+    Meter.take(units)
+    return value
 
 
 class _GenerationMark(Extension):
@@ -63,8 +127,51 @@ class _GenerationMark(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Metering(NodeTransformer):
+    """Puts a meter on a template's loops and on the values that it writes down."""
+
+    def _charged(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _apply("_charge", node)
+
+    visit_List = visit_Dict = visit_Concat = _charged
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """A tuple that is a value; one that is assigned to stays."""
+        return self._charged(node) if node.ctx == "load" else node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """Both sides may be long."""
+        self.generic_visit(node)
+        node.expr = _apply("_charge", node.expr)
+        for operand in node.ops:
+            operand.expr = _apply("_charge", operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        """A slice is a copy."""
+        self.generic_visit(node)
+        return _apply("_touch", node) if node.ctx == "load" else node
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """Each iteration is a step."""
+        self.generic_visit(node)
+        node.iter = _apply("_counted", node.iter)
+        return node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        """The text of a block becomes a value."""
+        self.generic_visit(node)
+        node.filter = _apply("_touch", node.filter, node.lineno)
+        return node
+
+
+def _apply(name: str, node: nodes.Node | None, line: int | None = None) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=line if node is None else node.lineno)
+
+
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with budgets, and the globals and filters that chat templates are written for."""
+    """The sandbox, with the globals and filters that chat templates use. Render within a `Meter`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -72,49 +179,41 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            finalize=_sized,
+            finalize=_charge,
             extensions=[_GenerationMark, loopcontrols],
         )
         for name in _REFUSED_FILTERS:
             del self.filters[name]
-        self.filters["tojson"] = _to_json
-        self.filters["replace"] = _replace
-        self.filters["indent"] = _limited_argument(self.filters["indent"])
-        self.filters["batch"] = _limited_argument(self.filters["batch"])
-        self.filters["slice"] = _limited_argument(self.filters["slice"])
-        self.filters["join"] = _sized_join(self.filters["join"])
-        self.filters["counted"] = _counted
-        self.filters["sized"] = _sized
-        self.filters["string"] = lambda value: str(_sized(value))
+        self.filters |= {"tojson": _to_json, "replace": _replace}
+        for name in ("indent", "batch", "slice", "truncate", "round"):
+            self.filters[name] = _small_numbers(self.filters[name])
+        self.filters["join"] = _checked_join(self.filters["join"])
+        for name, made in self.filters.items():
+            self.filters[name] = _charged_filter(made, name in _SHALLOW_FILTERS)
+        self.filters |= {"_counted": _counted, "_charge": _charge, "_touch": _touch}
         del self.globals["lipsum"]
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parses a template and puts every loop and every `~` under the render's budget."""
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            loop.iter = _apply("counted", loop.iter)
-        for block in template.find_all(nodes.AssignBlock):
-            block.filter = _apply("sized", block.filter, block.lineno)
-        for filtered in template.find_all(nodes.FilterBlock):
-            filtered.filter = _apply("sized", filtered.filter)
-        for concat in list(template.find_all(nodes.Concat)):
-            # "a ~ b" becomes "(a | sized ~ b | sized) | sized", in place.
-            parts = [_apply("sized", part) for part in concat.nodes]
-            concat.nodes = [_apply("sized", nodes.Concat(parts, lineno=concat.lineno))]
+        template: nodes.Template = _Metering().visit(super()._parse(source, name, filename))
         return template
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As in jinja, but a template may append to a list: some collect tool calls so (give it copies)."""
+        return (type(obj) is list and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls from a template cost a step; methods of strings may not be asked for huge results."""
-        context.resolve(_STEPS).take()
-        owner = getattr(obj, "__self__", None)
+        """Calls from a template, charged for what they are given and what they return."""
+        Meter.take(_CALL)
+        given = (*args, *kwargs.values())
+        for argument in given:
+            _charge(argument)
+        # str.format arrives wrapped by jinja.
+        method = getattr(obj, "__wrapped__", obj)
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_string_method(owner, obj.__name__, (*args, *kwargs.values()))
-        result = super().call(context, obj, *args, **kwargs)
-        if isinstance(result, str | list | tuple):
-            _check_size(len(result))
-        return result
+            _check_string_method(_touch(owner), method.__name__, given)
+        return _touch(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Operators whose result can be far longer than what they are given."""
@@ -122,47 +221,39 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(times, int) and isinstance(sequence, str | list | tuple):
                     _check_size(len(sequence) * max(times, 0))
-            _check_number(left, right)
-        elif operator == "**":
-            _check_number(left, right)
-            if isinstance(right, int | float) and abs(right) > 1000:
-                raise SecurityError("the template raises a number to a power above 1000")
-        elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
+            return _charge(super().call_binop(context, operator, left, right))
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(right, 0))
+        elif operator == "%" and isinstance(left, str) and ("*" in left or _WIDTH.search(left)):
             raise SecurityError("the template formats text to an unreasonable width")
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, str | list | tuple):
-            _check_size(len(result))
-        return result
+        _charge(right)
+        return _touch(super().call_binop(context, operator, left, right))
 
 
-def _apply(name: str, node: nodes.Node | None, line: int | None = None) -> nodes.Filter:
-    # jinja's own visitor takes any node here, and none at all for what a block holds
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno if node is not None else line)
-
-
-@pass_context
-def _counted(context: Context, values: Any) -> Any:
+def _counted(values: Any) -> Any:
     """The values of a loop, one step each. What cannot be looped over is left for the loop to refuse."""
-    steps: Any = context.resolve(_STEPS)
-    if isinstance(values, Undefined) or not isinstance(values, Iterable):
-        return values
-    return _Counted(values, steps)
+    if isinstance(values, Iterator):
+        return _steps(values)
+    return _CountedValues(values) if isinstance(values, Iterable) else values
 
 
-class _Counted:
-    """An iterable with the length of what it wraps (if that has one), so that `loop.last` needs no copy."""
+def _steps(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        Meter.take()
+        yield value
 
-    def __init__(self, values: Iterable[Any], steps: StepCount) -> None:
+
+class _CountedValues:
+    """An iterable of known length, so that `loop.length` and `loop.last` need no copy."""
+
+    def __init__(self, values: Any) -> None:
         self._values = values
-        self._steps = steps
 
     def __iter__(self) -> Iterator[Any]:
-        for value in self._values:
-            self._steps.take()
-            yield value
+        return _steps(self._values)
 
     def __len__(self) -> int:
-        return len(self._values)  # type: ignore[arg-type]  # a TypeError tells jinja to count
+        return len(self._values)
 
 
 def _check_size(size: int) -> None:
@@ -170,38 +261,24 @@ def _check_size(size: int) -> None:
         raise SecurityError(f"the template makes a value of size {size:,}; {MAX_SIZE:,} is the most")
 
 
-def _check_number(*numbers: Any) -> None:
-    if any(isinstance(number, int) and number.bit_length() > 4096 for number in numbers):
+def _check_bits(bits: int) -> None:
+    if bits > 4096:
         raise SecurityError("the template computes with a number of more than 4096 bits")
 
 
 def _check_string_method(owner: str, name: str, arguments: tuple[Any, ...]) -> None:
-    if any(isinstance(argument, int) and argument > MAX_SIZE for argument in arguments):
+    if any(isinstance(argument, int) and argument > 10_000 for argument in arguments) and name != "replace":
         raise SecurityError(f"the template calls {name}() with an unreasonable number")
     if name == "replace" and len(arguments) > 1:
         _check_replacement(owner, str(arguments[0]), str(arguments[1]))
     elif name in ("join", "translate"):
         _check_size(len(owner) * max((len(a) for a in arguments if hasattr(a, "__len__")), default=0))
-    elif name in ("format", "format_map") and _WIDTH.search(owner):
+    elif name in ("format", "format_map") and (_WIDTH.search(owner) or _NESTED_FIELD.search(owner)):
         raise SecurityError("the template formats text to an unreasonable width")
 
 
 def _check_replacement(text: str, old: str, new: str) -> None:
     _check_size(len(text) + text.count(old) * max(len(new) - len(old), 0))
-
-
-def _sized(value: Any) -> Any:
-    """The value itself, once its text is known not to be huge: a list in a list in a list unfolds."""
-    size, waiting = 0, [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Mapping):
-            waiting += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set):
-            waiting += item
-        size += len(item) if isinstance(item, str) else 1
-        _check_size(size)
-    return value
 
 
 def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
@@ -211,27 +288,44 @@ def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
     return whole.replace(old, new, count)
 
 
-def _limited_argument(made: Callable[..., Any]) -> Callable[..., Any]:
-    def limited(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _charged_filter(made: Callable[..., Any], shallow: bool) -> Callable[..., Any]:
+    """A filter that pays for what it is given and for what it makes."""
+
+    @functools.wraps(made)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        pay = _touch if shallow else _charge
+        for argument in args:
+            pay(argument)
+        result = made(*args, **kwargs)
+        return _steps(result) if isinstance(result, Iterator) else _touch(result)
+
+    return charged
+
+
+def _small_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments say how much it makes."""
+
+    @functools.wraps(made)
+    def limited(*args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, int) and argument > 10_000:
                 raise SecurityError(f"the template asks for {argument:,} of something; 10,000 is the most")
-        result = made(value, *args, **kwargs)
-        if isinstance(result, str):
-            _check_size(len(result))
-        return result
+        return made(*args, **kwargs)
 
     return limited
 
 
-def _sized_join(join: Callable[..., Any]) -> Callable[..., Any]:
-    @pass_context
-    def sized_join(context: Context, values: Any, separator: str = "", attribute: Any = None) -> Any:
-        items = _sized(list(values))
-        _check_size(len(str(separator)) * len(items))
-        return join(context.eval_ctx, items, separator, attribute)
+def _checked_join(made: Callable[..., Any]) -> Callable[..., Any]:
+    """`join` as jinja has it, with its result's size checked first."""
 
-    return sized_join
+    @functools.wraps(made)
+    def checked(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
+        items = list(value)
+        held = sum(len(item) for item in items if isinstance(item, str))
+        _check_size(held + len(str(d)) * len(items))
+        return made(context, items, d, attribute)
+
+    return checked
 
 
 def _to_json(
@@ -245,7 +339,7 @@ def _to_json(
     if isinstance(indent, int) and indent > 64:
         raise SecurityError(f"the template indents JSON by {indent}; 64 is the most")
     return json.dumps(
-        _sized(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -9,32 +9,20 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from leanmoe.errors import FormatError
-
 SPACE = "▁"
 
 
 class SentencePieceBpe:
     """Turns plain text (no special tokens) into ids."""
 
-    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown_id: int | None) -> None:
-        """`scores[id]` is the token's score, higher merges first. A byte that has no token becomes
-        `unknown_id`.
-
-        Raises `FormatError` when there are bytes without a token and no unknown token.
-        """
+    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown_id: int) -> None:
+        """`scores[id]` is the token's score, higher merges first. A byte without a token is `unknown_id`."""
         self._ids = ids
         self._scores = scores
-        self._bytes: list[int] = []
-        for byte in range(256):
-            token = ids.get(f"<0x{byte:02X}>", ids.get(chr(byte)) if byte < 128 else None)
-            if token is None:
-                token = unknown_id
-            if token is None:
-                raise FormatError(
-                    f"the vocabulary has no token <0x{byte:02X}> and no unknown token to stand for it"
-                )
-            self._bytes.append(token)
+        self._bytes = [
+            ids.get(f"<0x{byte:02X}>", ids.get(chr(byte), unknown_id) if byte < 128 else unknown_id)
+            for byte in range(256)
+        ]
         self._boundary = re.compile(_boundary_pattern(ids))
         self._cached_word = lru_cache(maxsize=1 << 14)(self._encode_word)
 

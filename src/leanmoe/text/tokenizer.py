@@ -89,7 +89,7 @@ class Tokenizer:
         vocabulary = read_vocabulary(metadata, {"bos": 1, "eos": 2, "unknown": 0})
         tokenizer = cls(
             vocabulary,
-            SentencePieceBpe(vocabulary.ids, vocabulary.scores.tolist(), vocabulary.unknown_id),
+            SentencePieceBpe(vocabulary.ids, vocabulary.scores.tolist(), vocabulary.unknown_id or 0),
             add_bos=_adds(metadata, "bos", True, vocabulary.bos_id),
             add_eos=_adds(metadata, "eos", False, vocabulary.eos_id),
         )
