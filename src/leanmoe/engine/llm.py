@@ -27,6 +27,7 @@ from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
 from leanmoe.models.state import KV_TYPES
 from leanmoe.models.trunk import Trunk
+from leanmoe.models.workers import Workers
 from leanmoe.pack import Pack, open_pack
 from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
 from leanmoe.units import format_bytes, parse_bytes
@@ -59,7 +60,6 @@ class LLM:
         assert self.config.memory is not None
         assert self.config.threads is not None
         kernels.set_num_threads(self.config.threads)
-        torch.set_num_threads(self.config.threads)
         self.plan: MemoryPlan = plan_memory(
             self.spec,
             self.pack.trunk,
@@ -71,6 +71,7 @@ class LLM:
         )
         self._lock = Lock()
         self._answering: int | None = None
+        self._workers = Workers(self.config.threads if self.config.devices[0] == "cpu" else 1)
         self._pool = self._open_pool()
         try:
             self.decoder = self._load()
@@ -175,6 +176,7 @@ class LLM:
         """Stops the readers and lets the memory go. May be called twice."""
         if self._pool is not None:
             self._pool.close()
+        self._workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +205,7 @@ class LLM:
             return where[0] if name == "token_embd.weight" else where[-1]
 
         trunk = Trunk.load(self.pack.trunk, self.pack.trunk_digest, device_of)
-        return Decoder(self.spec, trunk, self._pool, where)
+        return Decoder(self.spec, trunk, self._pool, where, self._workers)
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
         ids = [int(t) for t in tokens]

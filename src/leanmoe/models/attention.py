@@ -1,5 +1,7 @@
 """Grouped-query attention over the KV caches of the sequences in a batch."""
 
+from functools import partial
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -9,14 +11,18 @@ from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope
 from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
 from leanmoe.models.trunk import Trunk
+from leanmoe.models.workers import Workers
+
+# Multiplications below which handing attention to other threads costs more than it gives.
+_PARALLEL_WORK = 1 << 22
 
 
 class Attention:
     """`out = W_o softmax(scale q k^T + causal mask) v` for one layer."""
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, workers: Workers) -> None:
         a, prefix = spec.attention, f"blk.{layer}."
-        self.spec, self.layer = a, layer
+        self.spec, self.layer, self.workers = a, layer, workers
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.q = trunk.weight(prefix + "attn_q.weight", q_size, spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
@@ -53,37 +59,55 @@ class Attention:
         mixed = torch.empty_like(q)
         for s in batch.segments:
             keys, values = s.state.extend(self.layer, s.start, k[s.rows], v[s.rows])
-            _attend(q[s.rows], keys, values, a.scale, mixed[s.rows])
+            _attend(q[s.rows], keys, values, a.scale, mixed[s.rows], self.workers)
         return _biased(linear(self.out, mixed.view(-1, a.heads * a.head_dim)), self.out_bias)
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    workers: Workers,
 ) -> None:
-    """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T."""
+    """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T.
+
+    Key heads, each with the query heads that share it, are divided between threads where there is enough to do.
+    How they are divided does not change the bits.
+    """
     tokens, heads, dim = q.shape
     kv_heads, total, _ = keys.shape
-    q = q.to(keys.dtype)
-    if tokens == 1:
-        # One query sees every key, so the heads that share a key head can stand as its queries: no mask, no copy.
-        grouped = q.view(1, kv_heads, heads // kv_heads, dim)
-        out.copy_(
-            scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale).view(1, heads, dim)
-        )
-        return
-    for begin in range(0, tokens, QUERY_BLOCK):
+    q = q.to(keys.dtype).view(tokens, kv_heads, heads // kv_heads, dim)
+    out = out.view(q.shape)
+
+    def one_token(part: slice) -> None:
+        # The only query sees every key, so the heads of a group can stand as its queries: no mask.
+        mixed = scaled_dot_product_attention(q[:, part], keys[None, part], values[None, part], scale=scale)
+        out[:, part].copy_(mixed)
+
+    def block(part: slice, begin: int) -> None:
         end = min(begin + QUERY_BLOCK, tokens)
         seen = total - tokens + end
         mask = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).tril(seen - (end - begin))
-        part = scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None],
-            keys[None, :, :seen],
-            values[None, :, :seen],
+        mixed = scaled_dot_product_attention(
+            q[begin:end, part].flatten(1, 2).transpose(0, 1)[None],
+            keys[None, part, :seen],
+            values[None, part, :seen],
             attn_mask=mask,
             scale=scale,
             enable_gqa=True,
         )
-        out[begin:end].copy_(part[0].transpose(0, 1))
+        out[begin:end, part].copy_(mixed[0].transpose(0, 1).view(end - begin, -1, *out.shape[2:]))
+
+    pieces = min(workers.count, kv_heads) if tokens * total * heads * dim >= _PARALLEL_WORK else 1
+    parts = [slice(kv_heads * i // pieces, kv_heads * (i + 1) // pieces) for i in range(pieces)]
+    if tokens == 1:
+        workers.run([partial(one_token, part) for part in parts])
+    else:
+        workers.run(
+            [partial(block, part, begin) for begin in range(0, tokens, QUERY_BLOCK) for part in parts]
+        )
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,15 +12,18 @@ from leanmoe.models.rope import Rope
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.state import SequenceState
 from leanmoe.models.trunk import Trunk
+from leanmoe.models.workers import Workers, one_torch_thread
 
 
 class Layer:
     """`h = x + attention(norm1(x)); y = h + ffn(norm2(h))`."""
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None) -> None:
+    def __init__(
+        self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None, workers: Workers
+    ) -> None:
         prefix = f"blk.{index}."
         self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
-        self.attention = Attention(trunk, spec, index)
+        self.attention = Attention(trunk, spec, index, workers)
         self.norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
         self.ffn: FeedForward
         if index in spec.moe_layers:
@@ -40,13 +43,18 @@ class Decoder:
     """A network over a trunk in memory and a pool of experts; `devices[i]` computes layer i."""
 
     def __init__(
-        self, spec: ModelSpec, trunk: Trunk, pool: ExpertPool | None, devices: list[torch.device]
+        self,
+        spec: ModelSpec,
+        trunk: Trunk,
+        pool: ExpertPool | None,
+        devices: list[torch.device],
+        workers: Workers,
     ) -> None:
         self.spec, self.devices = spec, devices
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
         factors = trunk.vector_if_present("rope_freqs.weight", spec.attention.rope.rotary_dim // 2)
         self.rope = Rope(spec.attention.rope, factors)
-        self.layers = [Layer(trunk, spec, i, pool) for i in range(spec.layers)]
+        self.layers = [Layer(trunk, spec, i, pool, workers) for i in range(spec.layers)]
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
         self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
@@ -56,6 +64,7 @@ class Decoder:
         return SequenceState(self.spec, capacity, dtype, self.devices)
 
     @torch.inference_mode()
+    @one_torch_thread()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows wanted, vocab] float32 on the CPU. Every sequence in the batch advances by its tokens.
 
