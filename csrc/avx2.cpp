@@ -145,7 +145,7 @@ template <> struct Unit256<IQ4_XS> {
 };
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     using Unit = Unit256<TYPE>;
     const int64_t groups = cols / GROUP;
     __m256 acc[N];
@@ -183,7 +183,7 @@ LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* 
         }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
 }
 
 // ---- 32-element blocks, Q8_0 and Q8_1 activations -------------------------------------------------------------
@@ -237,7 +237,7 @@ template <int TYPE> LEAN_INLINE float scale_32(const uint8_t* p) {
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     __m256 acc[N];
     float minimum[N];
 #pragma GCC unroll 4
@@ -262,7 +262,7 @@ LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* a
         }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(acc[t]) + minimum[t];
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]) + minimum[t];
 }
 
 // ---- floats -----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ LEAN_INLINE void add_floats(const uint8_t* p, const uint8_t* const* act, int64_t
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     constexpr int64_t size = TYPE == F32 ? 4 : 2;
     __m256 acc[2][N];
 #pragma GCC unroll 4
@@ -303,40 +303,32 @@ LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const
         add_floats<TYPE, N>(last, act, i, acc);
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(_mm256_add_ps(acc[0][t], acc[1][t]));
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(_mm256_add_ps(acc[0][t], acc[1][t]));
 }
 
 // ---- tables -----------------------------------------------------------------------------------------------
 
-template <int TYPE, int N>
-LEAN_INLINE void rows_of(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
-    if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
-        rows_float<TYPE, N>(w, cols, act, out);
-    else if constexpr (Block<TYPE>::size == 256)
-        rows_256<TYPE, N>(w, cols, act, out);
-    else
-        rows_32<TYPE, N>(w, cols, act, out);
-}
-
-template <int TYPE> void dot(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out) {
-    for (; n >= WIDE; n -= WIDE, act += WIDE, out += WIDE) rows_of<TYPE, WIDE>(w, cols, act, out);
-    if (n & 2) {
-        rows_of<TYPE, 2>(w, cols, act, out);
-        act += 2;
-        out += 2;
+struct Unit {
+    template <int TYPE, int N>
+    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+        if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
+            row_float<TYPE, N>(w, cols, act, out, stride);
+        else if constexpr (Block<TYPE>::size == 256)
+            row_256<TYPE, N>(w, cols, act, out, stride);
+        else
+            row_32<TYPE, N>(w, cols, act, out, stride);
     }
-    if (n & 1) rows_of<TYPE, 1>(w, cols, act, out);
-}
+};
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<F32>},        {F16, CANONICAL, ACT_F16, 1, dot<F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<BF16>},     {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Q4_1>},     {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Q5_1>},     {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Q2_K>},     {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Q4_K>},     {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Q6_K>},     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<Unit, WIDE, F32>},        {F16, CANONICAL, ACT_F16, 1, dot<Unit, WIDE, F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, WIDE, BF16>},     {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q4_1>},     {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q5_1>},     {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q2_K>},     {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q4_K>},     {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q6_K>},     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

@@ -177,7 +177,7 @@ template <> struct Unit256<Q2_K> {
 LEAN_INLINE float sum_lanes(__m512 v) { return _mm512_reduce_add_ps(v); }
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     using Unit = Unit256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* group[N];
@@ -198,12 +198,12 @@ LEAN_INLINE void rows_256(const uint8_t* w, int64_t cols, const uint8_t* const* 
             acc[t] = step_256<Unit::extra>(u, group[t] + g * static_cast<int64_t>(sizeof(ActGroup)), scale[t] + g, acc[t]);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
 }
 
 // IQ4_XS: the values span a whole signed byte, so the dot products do not fit packs(); they are scaled as floats,
 // which hold them exactly.
-template <int N> LEAN_INLINE void rows_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+template <int N> LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     const int64_t groups = cols / GROUP;
     __m512 acc[N];
 #pragma GCC unroll 8
@@ -248,7 +248,7 @@ template <int N> LEAN_INLINE void rows_iq4_xs(const uint8_t* w, int64_t cols, co
         }
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
 }
 
 // ---- 32-element blocks, Q8_0 and Q8_1 activations: eight blocks at a time -------------------------------------
@@ -384,7 +384,7 @@ LEAN_INLINE void group_32(const uint8_t* w, const uint8_t* const* act, int64_t g
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     constexpr int64_t bytes = Block<TYPE>::bytes;
     const int64_t whole = cols / GROUP;
     __m512 acc[N];
@@ -400,7 +400,7 @@ LEAN_INLINE void rows_32(const uint8_t* w, int64_t cols, const uint8_t* const* a
         group_32<TYPE, N>(last, act, whole, acc);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
 }
 
 // ---- floats -----------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ template <int TYPE> LEAN_INLINE __m512 floats16(const uint8_t* p) {
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
+LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     constexpr int64_t size = TYPE == F32 ? 4 : 2;
     __m512 acc[2][N];
 #pragma GCC unroll 8
@@ -438,40 +438,24 @@ LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const
         add(last);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t] = sum_lanes(_mm512_add_ps(acc[0][t], acc[1][t]));
+    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(_mm512_add_ps(acc[0][t], acc[1][t]));
 }
 
 // ---- tables -----------------------------------------------------------------------------------------------
 
-template <int TYPE, int N>
-LEAN_INLINE void rows_of(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out) {
-    if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
-        rows_float<TYPE, N>(w, cols, act, out);
-    else if constexpr (TYPE == IQ4_XS)
-        rows_iq4_xs<N>(w, cols, act, out);
-    else if constexpr (Block<TYPE>::size == 256)
-        rows_256<TYPE, N>(w, cols, act, out);
-    else
-        rows_32<TYPE, N>(w, cols, act, out);
-}
-
-template <int TYPE> void dot(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out) {
-    if (n == 8) {
-        rows_of<TYPE, 8>(w, cols, act, out);
-        return;
+struct Unit {
+    template <int TYPE, int N>
+    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+        if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
+            row_float<TYPE, N>(w, cols, act, out, stride);
+        else if constexpr (TYPE == IQ4_XS)
+            row_iq4_xs<N>(w, cols, act, out, stride);
+        else if constexpr (Block<TYPE>::size == 256)
+            row_256<TYPE, N>(w, cols, act, out, stride);
+        else
+            row_32<TYPE, N>(w, cols, act, out, stride);
     }
-    if (n & 4) {
-        rows_of<TYPE, 4>(w, cols, act, out);
-        act += 4;
-        out += 4;
-    }
-    if (n & 2) {
-        rows_of<TYPE, 2>(w, cols, act, out);
-        act += 2;
-        out += 2;
-    }
-    if (n & 1) rows_of<TYPE, 1>(w, cols, act, out);
-}
+};
 
 void copy_f16(const float* x, int64_t cols, uint8_t* act) {
     auto* to = reinterpret_cast<float*>(act);
@@ -484,14 +468,14 @@ void copy_f16(const float* x, int64_t cols, uint8_t* act) {
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<F32>},       {F16, CANONICAL, ACT_F16, 1, dot<F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Q4_1>},    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Q5_1>},    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Q2_K>},    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Q4_K>},    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Q6_K>},    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<Unit, TILE, F32>},       {F16, CANONICAL, ACT_F16, 1, dot<Unit, TILE, F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, TILE, BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q4_1>},    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q5_1>},    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q2_K>},    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q4_K>},    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q6_K>},    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

@@ -24,7 +24,7 @@ struct Part {
 
 namespace {
 
-constexpr int64_t MAX_KERNEL_ROWS = 16;
+constexpr int64_t ROW_STEP = 16;  // every layout's rows divide it
 constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
 constexpr int64_t MIN_WAVE = 256;                  // pairs
 
@@ -44,7 +44,7 @@ float float_at(const uint8_t* p) {
 // Rows per task: small enough that every thread gets several, large enough to reuse a tile of activations.
 int64_t chunk_rows(int64_t rows, int threads) {
     const int64_t even = rows / (threads * 8);
-    return std::clamp<int64_t>(even / MAX_KERNEL_ROWS * MAX_KERNEL_ROWS, MAX_KERNEL_ROWS, ROW_CHUNK);
+    return std::clamp<int64_t>(even / ROW_STEP * ROW_STEP, ROW_STEP, ROW_CHUNK);
 }
 
 using TileBuffer = float[TILE][ROW_CHUNK];
@@ -70,13 +70,7 @@ Operand operand(const KernelTable& table, const uint8_t* base, const ExpertMatri
 
 // out[t][r - begin] for rows [begin, end) and n activation rows
 void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* const* act, int n, TileBuffer& out) {
-    float product[TILE * MAX_KERNEL_ROWS];
-    const int64_t step = w.kernel->rows;
-    for (int64_t row = begin; row < end; row += step) {
-        w.kernel->dot(w.data + static_cast<size_t>(row) * w.row_bytes, w.cols, act, n, product);
-        for (int t = 0; t < n; ++t)
-            for (int64_t r = 0; r < step; ++r) out[t][row - begin + r] = product[t * step + r];
-    }
+    w.kernel->dot(w.data + static_cast<size_t>(begin) * w.row_bytes, end - begin, w.cols, act, n, out[0], ROW_CHUNK);
     if (w.scale != nullptr) {
         const float scale = float_at(w.scale);
         for (int t = 0; t < n; ++t)

@@ -58,9 +58,9 @@ bool agrees_with_portable(const KernelTable& table) {
         const uint8_t* row = act;
         float got[TILE], want[TILE];
         table.quantize[kernel.partner](x, cols, act);
-        kernel.dot(w, cols, &row, 1, got);
+        kernel.dot(w, 1, cols, &row, 1, got, 1);
         portable_table().quantize[kernel.partner](x, cols, act);
-        reference->dot(w, cols, &row, 1, want);
+        reference->dot(w, 1, cols, &row, 1, want, 1);
         if (!(std::fabs(got[0] - want[0]) <= 1e-3f * (std::fabs(want[0]) + 1e-6f))) return false;
     }
     return true;

@@ -31,7 +31,7 @@ struct ActGroup {
     };
 };
 constexpr int64_t GROUP = 256;
-constexpr int TILE = 8;        // activation rows that one call of a product takes at most
+constexpr int TILE = 8;            // activation rows that one call of a product takes at most
 constexpr int64_t ROW_CHUNK = 64;  // weight rows of one task at most
 
 constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; }
@@ -49,14 +49,15 @@ constexpr size_t act_stride(Partner partner, int64_t cols) {
 using QuantizeFn = void (*)(const float* x, int64_t cols, uint8_t* act);
 
 // Products of `rows` consecutive weight rows (of `cols` elements, starting at `w`) with n <= TILE activation
-// rows: out[t * rows + r]. The order of additions of one (row, token) pair does not depend on n.
-using DotFn = void (*)(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out);
+// rows: out[t * stride + r]. The order of additions of one (row, token) pair depends on nothing else.
+using DotFn = void (*)(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
+                       int64_t stride);
 
 struct Kernel {
     int32_t qtype;
     Layout layout;
     Partner partner;
-    int32_t rows;
+    int32_t rows;  // rows that the layout keeps together: a call takes a multiple of it
     DotFn dot;
 };
 

@@ -10,7 +10,7 @@ inline int dot_int8(const int8_t* a, const uint8_t* b, int n) {
     return sum;
 }
 
-template <int TYPE> void dot_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out) {
+template <int TYPE> void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* sums) {
     float acc[TILE] = {};
     const int64_t groups = cols / GROUP;
     Unpacked256 u;
@@ -28,10 +28,10 @@ template <int TYPE> void dot_256(const uint8_t* w, int64_t cols, const uint8_t* 
             }
         }
     }
-    for (int t = 0; t < n; ++t) out[t] = acc[t];
+    for (int t = 0; t < n; ++t) sums[t] = acc[t];
 }
 
-template <int TYPE> void dot_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out) {
+template <int TYPE> void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* sums) {
     float acc[TILE] = {};
     Unpacked32 u;
     for (int64_t b = 0; b < cols / 32; ++b, w += Block<TYPE>::bytes) {
@@ -43,7 +43,7 @@ template <int TYPE> void dot_32(const uint8_t* w, int64_t cols, const uint8_t* c
             if (Block<TYPE>::has_min) acc[t] += u.m * group.s[b % 8];
         }
     }
-    for (int t = 0; t < n; ++t) out[t] = acc[t];
+    for (int t = 0; t < n; ++t) sums[t] = acc[t];
 }
 
 template <int TYPE> inline float float_weight(const uint8_t* w, int64_t i) {
@@ -52,7 +52,7 @@ template <int TYPE> inline float float_weight(const uint8_t* w, int64_t i) {
     return bits_float(static_cast<uint32_t>(load_u16(w + 2 * i)) << 16);
 }
 
-template <int TYPE> void dot_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out) {
+template <int TYPE> void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* sums) {
     constexpr int LANES = 8;
     float acc[TILE][LANES] = {};
     for (int64_t i = 0; i < cols; i += LANES) {
@@ -66,19 +66,33 @@ template <int TYPE> void dot_float(const uint8_t* w, int64_t cols, const uint8_t
     for (int t = 0; t < n; ++t) {
         float sum = 0;
         for (int j = 0; j < LANES; ++j) sum += acc[t][j];
-        out[t] = sum;
+        sums[t] = sum;
+    }
+}
+
+template <int TYPE> void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
+                             int64_t stride) {
+    float sums[TILE];
+    for (int64_t r = 0; r < rows; ++r, w += row_bytes<TYPE>(cols)) {
+        if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
+            row_float<TYPE>(w, cols, act, n, sums);
+        else if constexpr (Block<TYPE>::size == 256)
+            row_256<TYPE>(w, cols, act, n, sums);
+        else
+            row_32<TYPE>(w, cols, act, n, sums);
+        for (int t = 0; t < n; ++t) out[t * stride + r] = sums[t];
     }
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot_float<F32>},       {F16, CANONICAL, ACT_F16, 1, dot_float<F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot_float<BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot_32<Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot_32<Q4_1>},       {Q5_0, CANONICAL, ACT_Q8_0, 1, dot_32<Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot_32<Q5_1>},       {Q8_0, CANONICAL, ACT_Q8_0, 1, dot_32<Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot_32<IQ4_NL>},   {MXFP4, CANONICAL, ACT_Q8_0, 1, dot_32<MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot_256<Q2_K>},      {Q3_K, CANONICAL, ACT_Q8_K, 1, dot_256<Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot_256<Q4_K>},      {Q5_K, CANONICAL, ACT_Q8_K, 1, dot_256<Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot_256<Q6_K>},      {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot_256<IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<F32>},       {F16, CANONICAL, ACT_F16, 1, dot<F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Q4_1>},       {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Q5_1>},       {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<IQ4_NL>},   {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Q2_K>},      {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Q4_K>},      {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Q6_K>},      {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

@@ -244,5 +244,12 @@ template <> struct Block<MXFP4> {
     }
 };
 
+// Bytes of a row of `cols` elements.
+template <int TYPE> constexpr int64_t row_bytes(int64_t cols) {
+    if constexpr (TYPE == F32) return cols * 4;
+    else if constexpr (TYPE == F16 || TYPE == BF16) return cols * 2;
+    else return cols / Block<TYPE>::size * Block<TYPE>::bytes;
+}
+
 }  // namespace
 }  // namespace lean

@@ -42,5 +42,31 @@ LEAN_INLINE __m128i scales_q3(const uint8_t* p) {
     return _mm_sub_epi8(_mm_or_si128(low_bits, _mm_slli_epi32(high_bits, 4)), _mm_set1_epi8(32));
 }
 
+template <class Unit, int TYPE, int N>
+LEAN_INLINE void dot_rows(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, float* out,
+                          int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) Unit::template row<TYPE, N>(w + r * row_bytes<TYPE>(cols), cols, act, out + r, stride);
+}
+
+// A unit's DotFn from its template for one row and N tokens, N a power of two up to WIDE.
+template <class Unit, int WIDE, int TYPE>
+void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out, int64_t stride) {
+    constexpr int64_t STEP = 8;  // rows that stay in the first cache while the tokens are gone through
+    for (int64_t r = 0; r < rows; r += STEP, w += STEP * row_bytes<TYPE>(cols)) {
+        const int64_t some = rows - r < STEP ? rows - r : STEP;
+        int t = 0;
+        for (; n - t >= WIDE; t += WIDE) dot_rows<Unit, TYPE, WIDE>(w, some, cols, act + t, out + t * stride + r, stride);
+        if (WIDE > 4 && (n - t) & 4) {
+            dot_rows<Unit, TYPE, 4>(w, some, cols, act + t, out + t * stride + r, stride);
+            t += 4;
+        }
+        if ((n - t) & 2) {
+            dot_rows<Unit, TYPE, 2>(w, some, cols, act + t, out + t * stride + r, stride);
+            t += 2;
+        }
+        if ((n - t) & 1) dot_rows<Unit, TYPE, 1>(w, some, cols, act + t, out + t * stride + r, stride);
+    }
+}
+
 }  // namespace
 }  // namespace lean
