@@ -163,7 +163,8 @@ LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* a
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             const __m256i q = Unit::chunk(w, j);
-            const __m256i scale = _mm256_set_m128i(_mm_set1_epi16(head.scale[2 * j + 1]), _mm_set1_epi16(head.scale[2 * j]));
+            const __m128i low = _mm_set1_epi16(head.scale[2 * j]), high = _mm_set1_epi16(head.scale[2 * j + 1]);
+            const __m256i scale = _mm256_set_m128i(high, low);
             const __m256i size = Unit::is_signed ? _mm256_abs_epi8(q) : q;
 #pragma GCC unroll 4
             for (int t = 0; t < N; ++t) {
@@ -321,14 +322,22 @@ struct Unit {
 };
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<Unit, WIDE, F32>},        {F16, CANONICAL, ACT_F16, 1, dot<Unit, WIDE, F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, WIDE, BF16>},     {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q4_1>},     {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q5_1>},     {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q2_K>},     {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q4_K>},     {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q6_K>},     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<Unit, WIDE, F32>},
+    {F16, CANONICAL, ACT_F16, 1, dot<Unit, WIDE, F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, WIDE, BF16>},
+    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q4_1>},
+    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, WIDE, Q5_1>},
+    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, IQ4_NL>},
+    {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, WIDE, MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q2_K>},
+    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q4_K>},
+    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, Q6_K>},
+    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

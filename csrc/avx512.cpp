@@ -57,8 +57,7 @@ template <int RUN> LEAN_INLINE void arrange_scales(__m256i scale16, Weights256& 
 enum Extra { NONE, OFFSET, MIN32, MIN16 };
 
 template <Extra EXTRA>
-LEAN_INLINE __m512 step_256(const Weights256& u, const uint8_t* act, const float* act_scale, __m512 acc) {
-    const auto* group = reinterpret_cast<const ActGroup*>(act);
+LEAN_INLINE __m512 step_256(const Weights256& u, const ActGroup* group, const float* act_scale, __m512 acc) {
     const __m512i zero = _mm512_setzero_si512();
     __m512i sum = zero;
     if (EXTRA == OFFSET)
@@ -180,12 +179,12 @@ template <int TYPE, int N>
 LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     using Unit = Unit256<TYPE>;
     const int64_t groups = cols / GROUP;
-    const uint8_t* group[N];
+    const ActGroup* group[N];
     const float* scale[N];
     __m512 acc[N];
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) {
-        group[t] = act[t];
+        group[t] = reinterpret_cast<const ActGroup*>(act[t]);
         scale[t] = group_scales(act[t], groups);
         acc[t] = _mm512_setzero_ps();
     }
@@ -194,8 +193,7 @@ LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* a
         prefetch<Unit::bytes>(w);
         Unit::load(w, u);
 #pragma GCC unroll 8
-        for (int t = 0; t < N; ++t)
-            acc[t] = step_256<Unit::extra>(u, group[t] + g * static_cast<int64_t>(sizeof(ActGroup)), scale[t] + g, acc[t]);
+        for (int t = 0; t < N; ++t) acc[t] = step_256<Unit::extra>(u, group[t] + g, scale[t] + g, acc[t]);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
@@ -203,7 +201,8 @@ LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* a
 
 // IQ4_XS: the values span a whole signed byte, so the dot products do not fit packs(); they are scaled as floats,
 // which hold them exactly.
-template <int N> LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+template <int N>
+LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     const int64_t groups = cols / GROUP;
     __m512 acc[N];
 #pragma GCC unroll 8
@@ -213,12 +212,11 @@ template <int N> LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, con
     const __m512i pairs = _mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0);
     for (int64_t g = 0; g < groups; ++g, w += 136) {
         prefetch<136>(w);
+        const __m256i by_four = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), by_two = _mm256_srli_epi32(by_four, 1);
         const __m256i low = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(load_u32(w + 4))), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0)),
-            _mm256_set1_epi32(15));
+            _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(load_u32(w + 4))), by_four), _mm256_set1_epi32(15));
         const __m256i high = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32(load_u16(w + 2)), _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0)),
-            _mm256_set1_epi32(3));
+            _mm256_srlv_epi32(_mm256_set1_epi32(load_u16(w + 2)), by_two), _mm256_set1_epi32(3));
         const __m256i scale = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
         const __m512 scales = _mm512_zextps256_ps512(_mm256_cvtepi32_ps(scale));
         const __m256i negated = _mm256_slli_epi32(_mm256_sub_epi32(_mm256_setzero_si256(), scale), 7);
@@ -379,7 +377,8 @@ LEAN_INLINE void group_32(const uint8_t* w, const uint8_t* const* act, int64_t g
             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, acc[t]);
         }
         if (Block<TYPE>::has_min)
-            acc[t] = _mm512_fmadd_ps(_mm512_zextps256_ps512(u.m), _mm512_zextps256_ps512(_mm256_loadu_ps(group->s)), acc[t]);
+            acc[t] = _mm512_fmadd_ps(_mm512_zextps256_ps512(u.m), _mm512_zextps256_ps512(_mm256_loadu_ps(group->s)),
+                                     acc[t]);
     }
 }
 
@@ -468,14 +467,22 @@ void copy_f16(const float* x, int64_t cols, uint8_t* act) {
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<Unit, TILE, F32>},       {F16, CANONICAL, ACT_F16, 1, dot<Unit, TILE, F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, TILE, BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q4_1>},    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q5_1>},    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, IQ4_NL>}, {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q2_K>},    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q4_K>},    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q6_K>},    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<Unit, TILE, F32>},
+    {F16, CANONICAL, ACT_F16, 1, dot<Unit, TILE, F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, TILE, BF16>},
+    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q4_1>},
+    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q5_1>},
+    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, IQ4_NL>},
+    {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q2_K>},
+    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q4_K>},
+    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q6_K>},
+    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

@@ -327,7 +327,8 @@ void Engine::dequantize(const uint8_t* w, const Format& format, int64_t rows, in
     });
 }
 
-void Engine::embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out) {
+void Engine::embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count,
+                   float* out) {
     std::lock_guard lock(mutex_);
     const size_t row_bytes = static_cast<size_t>(format.row_bytes(cols));
     pool_->parallel_for(count, [&](int64_t i) {

@@ -85,14 +85,22 @@ template <int TYPE> void dot(const uint8_t* w, int64_t rows, int64_t cols, const
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<F32>},       {F16, CANONICAL, ACT_F16, 1, dot<F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<BF16>},    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Q4_1>},       {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Q5_1>},       {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<IQ4_NL>},   {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Q2_K>},      {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Q4_K>},      {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Q6_K>},      {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<F32>},
+    {F16, CANONICAL, ACT_F16, 1, dot<F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<BF16>},
+    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Q4_1>},
+    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Q5_1>},
+    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<IQ4_NL>},
+    {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Q2_K>},
+    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Q4_K>},
+    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Q6_K>},
+    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
 };
 
 constexpr KernelTable TABLE = {

@@ -134,7 +134,8 @@ template <> struct Block<Q3_K> {
         u.d = half_at(p + 108);
         const uint8_t* s = p + 96;
         for (int j = 0; j < 16; ++j)
-            u.scale[j] = static_cast<int16_t>(((s[j % 8] >> 4 * (j / 8) & 15) | (s[8 + j % 4] >> 2 * (j / 4) & 3) << 4) - 32);
+            u.scale[j] = static_cast<int16_t>(
+                ((s[j % 8] >> 4 * (j / 8) & 15) | (s[8 + j % 4] >> 2 * (j / 4) & 3) << 4) - 32);
         for (int e = 0; e < 256; ++e) {
             const int low = p[32 + 32 * (e / 128) + e % 32] >> 2 * (e % 128 / 32) & 3;
             u.q[e] = static_cast<int8_t>((low | (p[e % 32] >> e / 32 & 1) << 2) - 4);

@@ -45,7 +45,8 @@ LEAN_INLINE __m128i scales_q3(const uint8_t* p) {
 template <class Unit, int TYPE, int N>
 LEAN_INLINE void dot_rows(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, float* out,
                           int64_t stride) {
-    for (int64_t r = 0; r < rows; ++r) Unit::template row<TYPE, N>(w + r * row_bytes<TYPE>(cols), cols, act, out + r, stride);
+    for (int64_t r = 0; r < rows; ++r, w += row_bytes<TYPE>(cols))
+        Unit::template row<TYPE, N>(w, cols, act, out + r, stride);
 }
 
 // A unit's DotFn from its template for one row and N tokens, N a power of two up to WIDE.
@@ -55,7 +56,8 @@ void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act
     for (int64_t r = 0; r < rows; r += STEP, w += STEP * row_bytes<TYPE>(cols)) {
         const int64_t some = rows - r < STEP ? rows - r : STEP;
         int t = 0;
-        for (; n - t >= WIDE; t += WIDE) dot_rows<Unit, TYPE, WIDE>(w, some, cols, act + t, out + t * stride + r, stride);
+        for (; n - t >= WIDE; t += WIDE)
+            dot_rows<Unit, TYPE, WIDE>(w, some, cols, act + t, out + t * stride + r, stride);
         if (WIDE > 4 && (n - t) & 4) {
             dot_rows<Unit, TYPE, 4>(w, some, cols, act + t, out + t * stride + r, stride);
             t += 4;

@@ -1,6 +1,9 @@
 """Products with one matrix: what a model computes must be what its file says, on every processor, every time."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,3 +214,46 @@ def test_a_call_that_does_not_fit_is_refused(call) -> None:
     """Never a read outside the buffers."""
     with pytest.raises(ValueError, match=r"\w"):
         call(_weight())
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import numpy as np, torch
+sys.path.insert(0, sys.argv[1])
+from kernel_fixtures import PRODUCT_TYPES, random_weight
+from leanmoe import kernels
+from leanmoe.kernels import Weight
+
+PAGE = mmap.PAGESIZE
+
+def guarded(data):
+    pages = mmap.mmap(-1, (len(data) // PAGE + 3) * PAGE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    end = (len(data) // PAGE + 2) * PAGE
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(whole.data_ptr() + end), ctypes.c_size_t(PAGE), 0) == 0
+    whole[end - len(data) : end] = data
+    return whole[end - len(data) : end]
+
+rng = np.random.default_rng(0)
+for name in PRODUCT_TYPES:
+    for cols in (256, 768) + ((32, 288) if kernels.cpu.BY_NAME[name].block < 256 else ()):
+        w = random_weight(name, 3, cols, rng)
+        w = Weight(guarded(w.data), w.qtype, w.shape)
+        x = guarded(torch.randn(9, cols).view(torch.uint8).view(-1)).view(torch.float32).view(9, cols)
+        for isa in kernels.available_isas():
+            kernels.set_isa(isa)
+            kernels.linear(w, x)
+        kernels.dequantize(w.data, w.qtype, w.shape)
+        kernels.embed(w, torch.tensor([2]))
+print("read within bounds")
+"""
+
+
+def test_nothing_is_read_beyond_a_buffer_s_end() -> None:
+    """Slots and mapped files end at a page: one byte too far kills the process."""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED, here], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "read within bounds\n", done.stderr
