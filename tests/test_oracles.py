@@ -102,3 +102,19 @@ def test_the_tiny_tokenizer_is_whole(tmp_path: Path) -> None:
         assert model.text(ids) == text
         assert len(ids) < len(text.encode())
         assert len(model.tokenize("<|im_start|>")) == 1
+
+
+@pytest.mark.parametrize("arch", ["qwen2moe", "mixtral"])
+def test_the_f32_copy_of_a_quantised_file_is_the_same_model_exactly(arch: str, tmp_path: Path) -> None:
+    """The tight gates compare with this copy; if it lost anything they would blame lean."""
+    from oracles import hf
+    from oracles.llama_cpp import LlamaCpp
+    from oracles.tiny import tiny_gguf
+    from oracles.unquantise import f32_copy
+
+    tiny = tiny_gguf(tmp_path / "tiny.gguf", arch, "Q4_K")
+    want = hf.logits(tiny.hf_model, TOKENS)
+    copy = f32_copy(tiny.path, tmp_path / "f32.gguf")
+    with LlamaCpp(copy, n_ctx=256, kv="f32", flash_attention=False) as model:
+        got = model.logits(TOKENS)
+    assert np.abs(got - want).max() <= 1e-3 * want.std()

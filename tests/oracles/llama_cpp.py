@@ -194,3 +194,9 @@ def kl_and_top1(reference: npt.NDArray[np.floating[Any]], got: npt.NDArray[np.fl
         max_kl=float(kl.max()),
         top1=float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean()),
     )
+
+
+def mean_nll(logits: npt.NDArray[np.floating[Any]], tokens: Sequence[int]) -> float:
+    """Mean negative log-likelihood in nats of each of `tokens` after the first; exp of it is the perplexity."""
+    picked = log_softmax(logits)[np.arange(len(tokens) - 1), list(tokens[1:])]
+    return -float(picked.mean())
