@@ -20,7 +20,9 @@ class QuantType:
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of `n` elements. Raises `FormatError` unless `n` is a multiple of the block."""
         if n % self.block:
-            raise FormatError(f"a row of {n} elements is not a whole number of {self.name} blocks ({self.block})")
+            raise FormatError(
+                f"a row of {n} elements is not a whole number of {self.name} blocks ({self.block})"
+            )
         return n // self.block * self.block_bytes
 
 
