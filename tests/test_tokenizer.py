@@ -93,6 +93,7 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(extra: dict[str, Any], tmp_pat
     assert_same_as_llama_cpp(metadata, tmp_path, [*fixtures.TEXTS, *texts, *fuzz(100)])
 
 
+@pytest.mark.slow
 def test_families_differ_on_the_probes() -> None:
     """The comparison above can only fail if the probes tell families apart: all whose rules differ."""
     texts = [*fixtures.TEXTS, *fuzz(150)]

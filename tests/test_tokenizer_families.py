@@ -33,9 +33,8 @@ def models() -> Path:
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_family_cuts_text_where_llama_cpp_does(pre: str, backwards: bool, tmp_path: Path) -> None:
     """A model of this family would be fed ids that it was not trained on."""
-    assert_same_as_llama_cpp(
-        fixtures.probe_metadata(pre, backwards=backwards), tmp_path, [*fixtures.TEXTS, *fuzz(200, seed=3)]
-    )
+    texts = [*fixtures.TEXTS, *fuzz(200, seed=3)]
+    assert_same_as_llama_cpp(fixtures.probe_metadata(pre, backwards=backwards), tmp_path, texts)
 
 
 @pytest.mark.parametrize("pre", ["qwen35", "llama-bpe", "gpt-2", "kimi-k2", "deepseek-v3", "deepseek-llm"])

@@ -42,7 +42,7 @@ TEXTS = (
     "e\u0301 a\u0308\u0323 \u0300start n\u0303o",
     "\x00\x01\x02\x1b[0m\x7f\x85\u00a0\u2003\u2028\u3000\u200b\ufeff",
     "CamelCaseWordsAndHTTPServer iPhone McDonald's XMLHttpRequest2 snake_case_name SCREAMING_CASE",
-    "''' 'tis 'Twas don't DON'T 'S 's ' s x'y'z 'll'll",
+    "''' 'tis 'Twas don't DON'T 'S 's ' s x'y'z 'll'll it'sabout we'vEbeen I'mad they'REally",
     "https://example.org/path?q=1&r=%20#frag user@mail.example C:\\dir\\file.txt /usr/bin",
     "a\n\nb\n \n c\r\r\nd \r\n\t e\n",
     "!!! ??? ... --- === *** ### ~~~ `` $$ ^^ | <tag attr='1'/> {[()]}",

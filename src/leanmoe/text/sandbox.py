@@ -199,8 +199,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in jinja, but a template may append to a list: some collect tool calls so (give it copies)."""
-        return (type(obj) is list and attr == "append") or super().is_safe_attribute(obj, attr, value)
+        """As in jinja, but lists may be changed: some templates collect tool calls so (give them copies)."""
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls from a template, charged for what they are given and what they return."""
