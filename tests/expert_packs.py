@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from blake3 import blake3
 
-from leanmoe.experts import Key
+from leanmoe.experts.policy import Key
 from leanmoe.formats.quant_types import quant_type
 from leanmoe.pack.digests import DIGESTS, MANIFEST, TRUNK, expert_name, format_digests
 from leanmoe.pack.layout import ExpertLayout, Section

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from expert_packs import contents, make_pack
 from leanmoe.errors import ExpertReadError, LeanError
-from leanmoe.experts import ExpertCache, ExpertPool, ExpertStore, Phase, Placement, plan_slots, slot_floor
+from leanmoe.experts.cache import ExpertCache
 from leanmoe.experts.device import CPUDevice
+from leanmoe.experts.policy import Phase
+from leanmoe.experts.pool import ExpertPool, Placement
 from leanmoe.experts.readers import Readers
+from leanmoe.experts.slots import plan_slots, slot_floor
+from leanmoe.experts.store import ExpertStore
 
 PAGE = 4096
 EXPERTS, TOP_K = 12, 2

@@ -9,8 +9,10 @@ import torch
 
 from expert_packs import contents, make_pack
 from leanmoe.errors import BudgetError, ExpertReadError, LeanError, UnsupportedError, UsageError
-from leanmoe.experts import ExpertPool, Placement, host_staging_bytes, slot_floor
+from leanmoe.experts.device import host_staging_bytes
+from leanmoe.experts.pool import ExpertPool, Placement
 from leanmoe.experts.readers import Readers
+from leanmoe.experts.slots import slot_floor
 
 PAGE = 4096
 EXPERTS, TOP_K = 8, 2

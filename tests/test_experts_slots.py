@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leanmoe.errors import BudgetError
-from leanmoe.experts import plan_slots, slot_floor, split_layers
+from leanmoe.experts.pool import split_layers
+from leanmoe.experts.slots import plan_slots, slot_floor
 
 PAGE = 4096
 layer_sizes = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(

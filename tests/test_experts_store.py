@@ -10,7 +10,7 @@ import pytest
 
 from expert_packs import contents, make_pack
 from leanmoe.errors import ExpertReadError
-from leanmoe.experts import ExpertStore
+from leanmoe.experts.store import ExpertStore
 
 SIZE = 16 * 4096
 
