@@ -138,13 +138,16 @@ def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: Pa
     from oracles.llama_cpp import LlamaCpp, kl_and_top1
 
     tiny, path = packed(arch, quant)
-    with LlamaCpp(tiny.path, n_ctx=256) as model:
-        want = model.logits(TOKENS)
+    tokens = Random(11).choices(range(280), k=600)
+    with LlamaCpp(tiny.path, n_ctx=1024, flash_attention=True) as model:
+        want = model.logits(tokens)
+    with LlamaCpp(tiny.path, n_ctx=1024, flash_attention=False) as model:
+        floor = kl_and_top1(want, model.logits(tokens))  # how well llama.cpp agrees with itself
     with LLM(path) as llm:
-        got = llm.logits(TOKENS).numpy()
+        got = llm.logits(tokens).numpy()
     agreement = kl_and_top1(want, got)
     assert agreement.mean_kl <= 2e-3
-    assert agreement.top1 >= 0.98
+    assert agreement.top1 >= min(0.98, floor.top1 - 0.01)
 
 
 def test_rope_with_linear_and_yarn_scaling_equals_transformers(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
     temperature: opt.Temperature = 0.8,
     top_k: opt.TopK = 40,
     top_p: opt.TopP = 0.95,
@@ -55,7 +56,10 @@ def run(
 
     config = opt.engine_config(memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify)
     text = _prompt(prompt, file)
-    sampling: dict[str, Any] = {
+    request: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "stop": stop or (),
+        "ignore_eos": ignore_eos,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -67,13 +71,13 @@ def run(
         if raw or not llm.has_chat_template:
             if system is not None:
                 raise UsageError("--system needs a chat template; this run has none")
-            stream = llm.stream(text, max_tokens=max_tokens, stop=stop or (), special=special, **sampling)
+            stream = llm.stream(text, special=special, **request)
         else:
             if special:
                 raise UsageError("--special goes with --raw")
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            stream = llm.stream_chat(messages, max_tokens=max_tokens, stop=stop or (), **sampling)
+            stream = llm.stream_chat(messages, **request)
         done = show(stream, silent=as_json)
         if as_json:
             print(json.dumps(llm.record(done), ensure_ascii=False))

@@ -128,10 +128,12 @@ class Answer:
         max_tokens: int | None,
         sampler: Sampler,
         stop: StopMatcher,
+        ignore_eos: bool,
     ) -> None:
         self._decoder, self._sequence, self._tokenizer, self._stats = decoder, sequence, tokenizer, stats
         self._prompt, self._reuse, self._chunk, self._max_tokens = prompt, reuse, chunk, max_tokens
         self._sampler, self._stop = sampler, stop
+        self._stop_ids = frozenset[int]() if ignore_eos else tokenizer.stop_ids
 
     def stream(self, alone: AbstractContextManager[None]) -> Stream:
         """Makes the answer as the stream is read, inside `alone`."""
@@ -173,7 +175,7 @@ class Answer:
         reason = "length"
         for token in source:
             tokens.append(token)
-            if token in self._tokenizer.stop_ids:
+            if token in self._stop_ids:
                 reason = "stop"
                 break
             piece, stopped = self._stop.push(detokenizer.push(token))

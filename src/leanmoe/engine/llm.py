@@ -91,19 +91,21 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: SequenceOf[str] = (),
+        ignore_eos: bool = False,
         special: bool = False,
         **sampling: Any,
     ) -> Stream:
         """Continues `prompt`, handing out text as it is made; never half a character.
 
-        `max_tokens` None goes on to the end of the context. `stop` strings end the text and are not in it.
-        `special` lets the text of special tokens in the prompt stand for them. `sampling` as in `SamplingParams`.
-        The sequence starts afresh, so that the same call with a seed, or temperature 0, gives the same answer.
+        `max_tokens` None goes on to the end of the context. `stop` strings end the text and are not in it;
+        `ignore_eos` goes on past the model's own stop tokens. `special` lets the text of special tokens in the
+        prompt stand for them. `sampling` as in `SamplingParams`. The sequence starts afresh, so that the same
+        call with a seed, or temperature 0, gives the same answer.
         """
         tokens = (
             self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
         )
-        return self._stream(tokens, max_tokens, stop, sampling, reuse=False)
+        return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=False)
 
     def chat(self, messages: SequenceOf[Message], **options: Any) -> Completion:
         """Answers a conversation: messages like {"role": "user", "content": "..."}. Options as in `stream_chat`."""
@@ -115,6 +117,7 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: SequenceOf[str] = (),
+        ignore_eos: bool = False,
         template: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Stream:
@@ -126,7 +129,7 @@ class LLM:
             self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
         text = self._template.render(messages, **(template or {}))
         tokens = self.tokenizer.encode_rendered(text)
-        return self._stream(tokens, max_tokens, stop, sampling, reuse=True)
+        return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=True)
 
     @property
     def has_chat_template(self) -> bool:
@@ -220,6 +223,7 @@ class LLM:
         tokens: list[int],
         max_tokens: int | None,
         stop: SequenceOf[str],
+        ignore_eos: bool,
         sampling: dict[str, Any],
         *,
         reuse: bool,
@@ -246,6 +250,7 @@ class LLM:
             max_tokens=max_tokens,
             sampler=Sampler(params),
             stop=StopMatcher(stop),
+            ignore_eos=ignore_eos,
         )
         return answer.stream(self._alone())
 
