@@ -1,7 +1,9 @@
 # lean: `make demo` shows it working, `make test` runs every test. Both install what they need into .venv.
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+CHECKED := src tests demo
+PIP     := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .PHONY: install demo test test-fast lint clean
@@ -10,15 +12,20 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(PIP) -e .
 	touch $@
+
+$(VENV)/.tested: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e ".[test]"
+	touch $@ $(VENV)/.installed
 
 demo: install
 	$(BIN)/python demo/run.py
 
-lint: install
-	$(BIN)/ruff format --check src tests demo
-	$(BIN)/ruff check src tests demo
+lint: $(VENV)/.tested
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/mypy
 
 test: lint

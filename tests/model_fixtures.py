@@ -1,6 +1,7 @@
 """Models that several test files need, each made once per session or kept in the user's cache."""
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,13 @@ def smollm2_gguf() -> Path:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be downloaded: {error}")
 
 
+def _builder_digest() -> str:
+    sources = sorted([*DEMO.glob("*.py"), DEMO / "calibration.txt"])
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sources if path.name != "run.py")
+    ).hexdigest()[:12]
+
+
 @pytest.fixture(scope="session")
 def demo_gguf(smollm2_gguf: Path) -> Path:
     """The demo model with 8 experts per layer (0.7 GB), built into the cache, anew when its builder changed.
@@ -56,14 +64,30 @@ def demo_gguf(smollm2_gguf: Path) -> Path:
     """
     from build_model import build
 
-    sources = sorted([*DEMO.glob("*.py"), DEMO / "calibration.txt"])
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources if path.name != "run.py"))
     cache = smollm2_gguf.parent
-    out = cache / f"demo-{DEMO_EXPERTS}-{digest.hexdigest()[:12]}.gguf"
+    out = cache / f"demo-{DEMO_EXPERTS}-{_builder_digest()}.gguf"
     for stale in cache.glob(f"demo-{DEMO_EXPERTS}-*.gguf"):
         if stale != out:
             stale.unlink()
     build(out, DEMO_EXPERTS, cache)
+    return out
+
+
+@pytest.fixture(scope="session")
+def demo_pack(smollm2_gguf: Path) -> Path:
+    """The demo model as `make demo` packs it, 2.7 GB, in the cache, anew when its builder changed: mark slow."""
+    from build_model import build
+    from leanmoe.pack import pack_gguf
+
+    cache = smollm2_gguf.parent
+    out = cache / f"demo-32-{_builder_digest()}.lmpack"
+    for stale in cache.glob("demo-32-*.lmpack"):
+        if stale != out:
+            shutil.rmtree(stale)
+    if not out.exists():
+        gguf = cache / "demo-32.gguf"
+        build(gguf, 32, cache)
+        pack_gguf(gguf, out, consume=True)
     return out
 
 

@@ -3,6 +3,7 @@
 `budget = fixed + trunk + state (KV) + scratch + expert slots`: all but the slots is reserved first.
 """
 
+import os
 from dataclasses import dataclass
 
 from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
@@ -17,12 +18,14 @@ DEFAULT_CONTEXT = 4096
 CHUNKS = (512, 256, 128, 64, 32)
 
 # Beyond the process as it stands when planned: reader and compute threads, allocator slack, library pages
-# touched later. Measured on the demo model: peak minus all that the plan names is 30 to 60 MiB.
-_FIXED_MARGIN = 80 << 20
+# touched later, the kernel's own tables. On the demo model the peak is within 10 MiB of all that the plan names.
+_FIXED_MARGIN = 40 << 20
 # A process before its weights, for a plan made by another one: interpreter, torch and lean's own libraries.
-_RUNTIME_BYTES = 250 << 20
-# A tokenizer takes about this much for each token of its vocabulary (text, merges, hash tables).
-_TOKENIZER_BYTES = 500
+_RUNTIME_BYTES = 280 << 20
+# A tokenizer takes about this much for each token of its vocabulary (text, merges, hash tables); 750 were seen.
+_TOKENIZER_BYTES = 900
+# By how much a process, before its weights, may differ from the last one that ran the same command.
+_BASE_VARIES = 4 << 20
 # Pinned staging and the CUDA runtime's own host memory, for each GPU.
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
@@ -130,8 +133,9 @@ def plan_memory(
         _Needs.of(spec, trunk, manifest, layers, context, config, first=i == 0, last=i == count - 1)
         for i, layers in enumerate(_split_layers(spec.layers, budgets))
     ]
-    chunk = _chunk(spec, context, config, budgets, needs)
-    scratch = scratch_bytes(spec, chunk, context)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    chunk = config.chunk or _chunk(spec, context, threads, budgets, needs)
+    scratch = scratch_bytes(spec, chunk, context, threads)
     for need, budget in zip(needs, budgets, strict=True):
         if budget < need.floor(scratch):
             raise _too_small(need, scratch, context, fixed, on_gpu, count, memory if not on_gpu else budget)
@@ -143,7 +147,7 @@ def plan_memory(
         for name, need, budget in zip(config.devices, needs, budgets, strict=True)
     )
     experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
-    least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context)
+    least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context, threads)
     smallest = fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs))
     return MemoryPlan(memory, fixed, context, chunk, experts, smallest, devices)
 
@@ -204,15 +208,11 @@ class _Needs:
         return plan_slots(self.sizes, self.counts, self.top_k, free) if self.sizes else None
 
 
-def _chunk(
-    spec: ModelSpec, context: int, config: EngineConfig, budgets: tuple[int, ...], needs: list[_Needs]
-) -> int:
+def _chunk(spec: ModelSpec, context: int, threads: int, budgets: tuple[int, ...], needs: list[_Needs]) -> int:
     """Prompt tokens per pass: the most whose scratch does not crowd out the slots, which read for each chunk."""
-    if config.chunk:
-        return config.chunk
     for chunk in CHUNKS:
-        scratch = scratch_bytes(spec, chunk, context)
-        if all(b - n.floor(scratch) >= 4 * scratch for b, n in zip(budgets, needs, strict=True)):
+        scratch = scratch_bytes(spec, chunk, context, threads)
+        if all(b - n.floor(scratch) >= scratch for b, n in zip(budgets, needs, strict=True)):
             return chunk
     return CHUNKS[-1]
 
@@ -234,23 +234,25 @@ def _too_small(
         parts = {"process without weights": fixed, **parts}
         smallest = fixed + smallest * count
     sums = " + ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
-    wanted = -(-smallest // 2**20)
+    wanted = -(-(smallest + _BASE_VARIES) // 2**20)
     return BudgetError(
         f"a budget of {format_bytes(budget)} is too small: {sums}; the smallest that works is {wanted}MiB "
         "(a shorter --context needs less)"
     )
 
 
-def scratch_bytes(spec: ModelSpec, chunk: int, context: int) -> int:
-    """Upper estimate of the activations alive at once while a chunk of `chunk` tokens is computed."""
+def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> int:
+    """Upper estimate of the activations alive at once while `threads` threads compute `chunk` tokens."""
     a, router = spec.attention, spec.router
     residual = 6 * spec.hidden
     attention = 4 * (a.heads + 2 * a.kv_heads) * a.head_dim
     dense = 3 * max(spec.dense_width if len(spec.moe_layers) < spec.layers else 0, spec.shared_width)
     moe = router.top_k * (2 * spec.hidden + 3 * spec.expert_width) + 4 * router.experts if router else 0
     per_token = 4 * (residual + max(attention, dense, moe))
-    mask = 5 * min(chunk, QUERY_BLOCK) * context
-    return chunk * per_token + mask + 3 * 4 * spec.vocab
+    # Each thread attends for one block of queries and some of the heads, under a mask of its own.
+    attending = min(threads, -(-chunk // QUERY_BLOCK) * min(threads, a.kv_heads))
+    masks = attending * 5 * min(chunk, QUERY_BLOCK) * context
+    return chunk * per_token + masks + 3 * 4 * spec.vocab
 
 
 def _split_layers(layers: int, budgets: tuple[int, ...]) -> list[range]:
