@@ -45,9 +45,11 @@ class LLM:
     """
 
     def __init__(self, path: str | Path, memory: str | int | None = None, **settings: Any) -> None:
-        settings = {k: tuple(v) if k == "devices" else v for k, v in settings.items()}
+        sizes = {"memory": memory, "cache": settings.pop("cache", None), "vram": settings.pop("vram", None)}
+        settings |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+        settings["devices"] = tuple(settings.get("devices", ("cpu",)))
         try:
-            config = EngineConfig(memory=None if memory is None else parse_bytes(memory), **settings)
+            config = EngineConfig(**settings)
         except TypeError as unknown:
             raise UsageError(f"LLM: {unknown}") from None
         self.pack: Pack = open_pack(path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from leanmoe.errors import UsageError
+from leanmoe.errors import LeanError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor, history: list[int]) -> int:
-        """The next token from logits [vocab] after the tokens `history`."""
+        """The next token from logits [vocab] after the tokens `history`. Raises `LeanError` if one is not finite."""
         p = self.params
+        if not torch.isfinite(logits).all():
+            raise LeanError("the model's logits are not finite numbers: its weights are damaged or overflow")
         logits = self._penalised(logits, history)
         if p.temperature == 0:
             return int(logits.argmax())

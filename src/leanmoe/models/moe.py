@@ -67,8 +67,9 @@ class MoE:
         n, k = ids.shape
         outputs = torch.empty(n * k, x.shape[1], device=x.device)
         rows = _rows_by_expert(ids)
-        y: torch.Tensor | None = None
         with self.pool.acquire(self.layer, list(rows), phase) as groups:
+            # Reads are on their way from here on: the shared expert and the hits are computed meanwhile.
+            shared = None if self.shared is None else self.shared(x, phase)
             for leases in groups:
                 mine = [rows[lease.expert] for lease in leases]
                 dest = torch.tensor(
@@ -76,10 +77,8 @@ class MoE:
                 )
                 batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], dest // k, dest)
                 moe_ffn(self.layout, batch, x, outputs, self.activation)
-                if y is None and self.shared is not None:
-                    y = self.shared(x, phase)  # while the missing experts are being read
         routed = _weighted_sum(outputs.view(n, k, -1), weights)
-        return routed if y is None else routed.add_(y)
+        return routed if shared is None else routed.add_(shared)
 
 
 def route(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
