@@ -132,7 +132,6 @@ def test_a_budget_below_the_floor_is_refused_and_the_named_one_works(path: Path)
         {"verify": "maybe"},
         {"context": 0},
         {"readers": 0},
-        {"colour": 1},
     ],
 )
 def test_settings_that_cannot_be_honoured_are_errors(path: Path, settings: dict[str, object]) -> None:

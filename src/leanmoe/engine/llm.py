@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock, get_ident
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -17,11 +17,12 @@ from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import EngineConfig
 from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes
 from leanmoe.engine.plan import MemoryPlan, plan_memory
-from leanmoe.engine.sampling import Sampler, SamplingParams
+from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
 from leanmoe.errors import BudgetError, UnsupportedError, UsageError
 from leanmoe.experts.pool import ExpertPool, Placement
 from leanmoe.experts.stats import CacheStats
+from leanmoe.experts.store import Verify
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -31,6 +32,24 @@ from leanmoe.models.workers import Workers
 from leanmoe.pack import Pack, open_pack
 from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
 from leanmoe.units import format_bytes, parse_bytes
+
+
+class _AnswerOptions(SamplingOptions, total=False):
+    max_tokens: int | None
+    stop: SequenceOf[str]
+    ignore_eos: bool
+
+
+class CompletionOptions(_AnswerOptions, total=False):
+    """Keyword arguments of `LLM.generate` and `LLM.stream`."""
+
+    special: bool
+
+
+class ChatOptions(_AnswerOptions, total=False):
+    """Keyword arguments of `LLM.chat` and `LLM.stream_chat`."""
+
+    template: dict[str, Any]
 
 
 class LLM:
@@ -44,14 +63,33 @@ class LLM:
     `ExpertReadError` for a damaged pack, `UnsupportedError` for an architecture lean does not run.
     """
 
-    def __init__(self, path: str | Path, memory: str | int | None = None, **settings: Any) -> None:
-        sizes = {"memory": memory, "cache": settings.pop("cache", None), "vram": settings.pop("vram", None)}
-        settings |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
-        settings["devices"] = tuple(settings.get("devices", ("cpu",)))
-        try:
-            config = EngineConfig(**settings)
-        except TypeError as unknown:
-            raise UsageError(f"LLM: {unknown}") from None
+    def __init__(
+        self,
+        path: str | Path,
+        memory: str | int | None = None,
+        *,
+        cache: str | int | None = None,
+        vram: str | int | None = None,
+        devices: SequenceOf[str] = ("cpu",),
+        context: int | None = None,
+        kv_type: str = "f16",
+        chunk: int | None = None,
+        threads: int | None = None,
+        readers: int = 4,
+        verify: Verify = "first",
+    ) -> None:
+        config = EngineConfig(
+            memory=_bytes(memory),
+            cache=_bytes(cache),
+            vram=_bytes(vram),
+            devices=tuple(devices),
+            context=context,
+            kv_type=kv_type,
+            chunk=chunk,
+            threads=threads,
+            readers=readers,
+            verify=verify,
+        )
         self.pack: Pack = open_pack(path)
         self.spec = model_spec(self.pack.trunk)
         self.tokenizer = Tokenizer.from_metadata(self.pack.trunk.metadata)
@@ -83,7 +121,7 @@ class LLM:
             self.close()
             raise
 
-    def generate(self, prompt: str | SequenceOf[int], **options: Any) -> Completion:
+    def generate(self, prompt: str | SequenceOf[int], **options: Unpack[CompletionOptions]) -> Completion:
         """Continues `prompt` (text, or token ids taken as they are). Options as in `stream`."""
         return self.stream(prompt, **options).finish()
 
@@ -95,7 +133,7 @@ class LLM:
         stop: SequenceOf[str] = (),
         ignore_eos: bool = False,
         special: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """Continues `prompt`, handing out text as it is made; never half a character.
 
@@ -109,7 +147,7 @@ class LLM:
         )
         return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=False)
 
-    def chat(self, messages: SequenceOf[Message], **options: Any) -> Completion:
+    def chat(self, messages: SequenceOf[Message], **options: Unpack[ChatOptions]) -> Completion:
         """Answers a conversation: messages like {"role": "user", "content": "..."}. Options as in `stream_chat`."""
         return self.stream_chat(messages, **options).finish()
 
@@ -121,7 +159,7 @@ class LLM:
         stop: SequenceOf[str] = (),
         ignore_eos: bool = False,
         template: dict[str, Any] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """Answers a conversation through the model's chat template; `template` holds variables for it.
 
@@ -226,7 +264,7 @@ class LLM:
         max_tokens: int | None,
         stop: SequenceOf[str],
         ignore_eos: bool,
-        sampling: dict[str, Any],
+        sampling: SamplingOptions,
         *,
         reuse: bool,
     ) -> Stream:
@@ -269,6 +307,10 @@ class LLM:
                 yield
             finally:
                 self._answering = None
+
+
+def _bytes(size: str | int | None) -> int | None:
+    return None if size is None else parse_bytes(size)
 
 
 def _vram(name: str, wanted: int | None) -> int:

@@ -2,10 +2,25 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
 from leanmoe.errors import LeanError, UsageError
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, as keyword arguments."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_window: int
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
