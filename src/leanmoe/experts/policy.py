@@ -9,11 +9,18 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from leanmoe.errors import UsageError
 from leanmoe.experts.slots import SlotClass
 
 Key = tuple[int, int]
 """(layer, expert)."""
+
+_Floats = npt.NDArray[np.float64]
 
 
 class Phase(Enum):
@@ -30,7 +37,14 @@ class Policy(ABC):
     Calls come in this order: `on_use` once for each acquire with all its experts, resident or not (so that a
     policy can count experts that are not resident); then for each one that must be read, `victim` if no slot
     is free, `on_evict` for that victim, `on_insert` for the newcomer. A read that fails is an `on_evict` too.
+
+    Two more calls carry what only some policies use; a caller may skip those that the flags do not ask for.
     """
+
+    wants_router = False
+    """Whether `on_router` does anything."""
+    wants_predictions = False
+    """Whether `on_predict` does anything."""
 
     def __init__(self, slots: SlotClass) -> None:
         self.slots = slots
@@ -54,6 +68,12 @@ class Policy(ABC):
         None when all are pinned. For `PRELOAD`, also None when none is worth less than `incoming`; for a
         picked expert the policy must name one if any is not pinned.
         """
+
+    def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:  # noqa: B027
+        """In decoding, before `on_use`: the router's probabilities, [experts] or [tokens, experts]."""
+
+    def on_predict(self, layer: int, chances: npt.NDArray[Any]) -> None:  # noqa: B027
+        """A predictor's chance, [experts] in 0 to 1, that each expert is picked at the next visit of `layer`."""
 
 
 class LRU(Policy):
@@ -85,3 +105,247 @@ class LRU(Policy):
         if phase is Phase.PRELOAD:
             return None
         return next((key for key in self._order if not pinned(key)), None)
+
+
+# No chance is taken to be smaller, so that among hopeless experts the distance still decides.
+_LEAST_CHANCE = 1e-12
+
+
+class Forecast(Policy):
+    """Evicts the expert that is expected to be used last; a subclass says how likely each one is.
+
+    If an expert of a layer is picked at each visit with chance p, its next use is 1/p visits away on average,
+    counted from that layer's next visit. Visits are counted in rounds of all layers, so experts of different
+    layers compare. Belady's rule, with an estimate in the place of the future.
+
+    Every layer keeps a floor: its share of one token's working set, or of the slots where those are fewer.
+    Other layers' newcomers do not push it below, so a small cache does not fall off the cliff where each
+    layer evicts what the next token will want first.
+
+    Prefill is a scan: it teaches the policy nothing, and of what it reads only experts that decoding has
+    used more than the residents can stay.
+    """
+
+    def __init__(self, slots: SlotClass) -> None:
+        super().__init__(slots)
+        n = len(slots.layers)
+        self._row = {layer: row for row, layer in enumerate(slots.layers)}
+        self._floor = min(slots.working_set, slots.slots) // n
+        self._resident = np.zeros((n, -(-slots.experts // n)), bool)
+        self._chance: _Floats = np.zeros(self._resident.shape)
+        self._wait: _Floats = np.full(self._resident.shape, -np.inf)  # visits to come; -inf: not resident
+        self._held = np.zeros(n, np.int64)  # residents of each layer
+        self._distance: _Floats = np.zeros((n, 1))  # to the next visit of each layer, in rounds
+
+    @abstractmethod
+    def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
+        """Decoding picked `experts` in that layer: the new chance of each of its experts."""
+
+    def on_use(self, keys: Sequence[Key], phase: Phase) -> None:
+        if not keys:
+            return
+        row = self._row[keys[0][0]]
+        n = len(self._held)
+        self._distance = ((np.arange(n) - row - 1) % n / n)[:, None]
+        if phase is Phase.DECODE:
+            experts = np.array([expert for _, expert in keys])
+            self._make_room(int(experts.max()))
+            self._set_chance(row, self._observe(row, experts))
+
+    def on_insert(self, key: Key, phase: Phase) -> None:
+        self._make_room(key[1])
+        row, expert = self._row[key[0]], key[1]
+        self._resident[row, expert] = True
+        self._wait[row, expert] = 1 / max(self._chance[row, expert], _LEAST_CHANCE)
+        self._held[row] += 1
+
+    def on_evict(self, key: Key) -> None:
+        row, expert = self._row[key[0]], key[1]
+        self._resident[row, expert] = False
+        self._wait[row, expert] = -np.inf
+        self._held[row] -= 1
+
+    def victim(self, incoming: Key, phase: Phase, pinned: Callable[[Key], bool]) -> Key | None:
+        wait = self._wait + self._distance
+        row = self._row[incoming[0]]
+        protected = self._held <= self._floor
+        protected[row] = False
+        wait[protected] = -np.inf
+        key = self._longest(wait, pinned)
+        if phase is Phase.PRELOAD:
+            self._make_room(incoming[1])
+            newcomer = 1 / max(self._chance[row, incoming[1]], _LEAST_CHANCE) + self._distance[row, 0]
+            return key if key and wait[self._row[key[0]], key[1]] > newcomer else None
+        return key or self._longest(self._wait + self._distance, pinned)
+
+    def _longest(self, wait: _Floats, pinned: Callable[[Key], bool]) -> Key | None:
+        """The expert with the longest wait that is not pinned. Leaves `wait` without the pinned it met."""
+        while True:
+            row, expert = divmod(int(wait.argmax()), wait.shape[1])
+            if wait[row, expert] == -np.inf:
+                return None
+            if not pinned(key := (self.slots.layers[row], expert)):
+                return key
+            wait[row, expert] = -np.inf
+
+    def _set_chance(self, row: int, chance: _Floats) -> None:
+        self._chance[row] = chance
+        wait = 1 / np.maximum(chance, _LEAST_CHANCE)
+        self._wait[row] = np.where(self._resident[row], wait, -np.inf)
+
+    def _make_room(self, expert: int) -> None:
+        """Widens the tables if a layer has more experts than the class has on average."""
+        if (more := expert + 1 - self._resident.shape[1]) > 0:
+            self._resident = np.pad(self._resident, ((0, 0), (0, more)))
+            self._chance = np.pad(self._chance, ((0, 0), (0, more)))
+            self._wait = np.pad(self._wait, ((0, 0), (0, more)), constant_values=-np.inf)
+
+
+class Frequency(Forecast):
+    """Decayed frequency: how often decoding picked an expert, old picks counting less and less.
+
+    A pick loses half its weight in `half_life` visits of its layer. Counts survive eviction, without which a
+    frequency cache does worse than LRU.
+    """
+
+    half_life = 32.0
+
+    def __init__(self, slots: SlotClass) -> None:
+        super().__init__(slots)
+        self._decay = 0.5 ** (1 / self.half_life)
+
+    def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
+        chance: _Floats = self._chance[row] * self._decay
+        chance[experts] += 1 - self._decay
+        return chance
+
+
+class Adaptive(Forecast):
+    """A mixture of memories, from the last token alone to hundreds, weighted by how well each one predicts.
+
+    Each memory is a decayed frequency with its own half-life; 0 remembers only the last visit. Routing is
+    sticky in one model and repetitive in another, and both change with the text, so the weights are learned
+    while running: before each visit every memory has put a distribution over the layer's experts, and its
+    weight moves towards its share in the probability of what was then picked (one step of on-line
+    expectation maximisation for the weights of a mixture; Cappé and Moulines 2009). A uniform distribution
+    takes part, so that picks nobody could foresee are not credited to the longest memory.
+
+    With the weight on short memories this orders experts as LRU does, with it on long ones as LFU does.
+    """
+
+    half_lives = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0)
+    """In visits of the layer."""
+    rate = 0.02
+    """How far the weights move at each visit of a layer."""
+
+    def __init__(self, slots: SlotClass) -> None:
+        super().__init__(slots)
+        n, width = self._resident.shape
+        self._decay = np.array([0.5 ** (1 / h) if h else 0.0 for h in self.half_lives])[:, None]
+        self._sums: _Floats = np.zeros((n, self._memories(), width))
+        self._visits: _Floats = np.zeros((n, len(self.half_lives), 1))  # decayed like the sums
+        self.weights: _Floats = np.full(self._memories() + 1, 1 / (self._memories() + 1))  # the last: uniform
+
+    def _memories(self) -> int:
+        return len(self.half_lives)
+
+    def _normal(self, row: int) -> _Floats:
+        """What each memory's sums must be divided by to be chances, [memories, 1]; not 0."""
+        visits: _Floats = np.maximum(self._visits[row], np.finfo(np.float64).tiny)
+        return visits
+
+    def _remember(self, row: int, experts: npt.NDArray[np.intp]) -> None:
+        sums = self._sums[row]
+        sums *= self._decay
+        sums[:, experts] += 1
+
+    def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
+        if self._visits[row, 0, 0]:
+            self._learn(row, experts)
+        self._remember(row, experts)
+        self._visits[row] = self._visits[row] * self._decay + 1
+        chance: _Floats = (self.weights[:-1] / self._normal(row)[:, 0]) @ self._sums[row]
+        return chance
+
+    def _learn(self, row: int, experts: npt.NDArray[np.intp]) -> None:
+        width = self._sums.shape[2]
+        foreseen = np.full((len(self.weights), len(experts)), len(experts) / width)
+        foreseen[:-1] = self._sums[row][:, experts] / self._normal(row)
+        shares = self.weights[:, None] * foreseen
+        shares /= shares.sum(0)
+        self.weights += self.rate * (shares.mean(1) - self.weights)
+
+    def _make_room(self, expert: int) -> None:
+        super()._make_room(expert)
+        if (more := self._resident.shape[1] - self._sums.shape[2]) > 0:
+            self._sums = np.pad(self._sums, ((0, 0), (0, 0), (0, more)))
+
+
+class AlmostWinners(Adaptive):
+    """`Adaptive`, with memories of the router's full probabilities beside those of its picks.
+
+    An expert that almost won is likely to win next. How much that is worth is learned like the other weights:
+    each half-life has a second memory, of the probabilities scaled to the number of picks.
+    """
+
+    wants_router = True
+
+    def __init__(self, slots: SlotClass) -> None:
+        super().__init__(slots)
+        self._router: dict[int, _Floats] = {}
+
+    def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:
+        given = np.asarray(probabilities, np.float64)
+        self._router[self._row[layer]] = given if given.ndim == 1 else given.max(0)
+
+    def _memories(self) -> int:
+        return 2 * len(self.half_lives)
+
+    def _normal(self, row: int) -> _Floats:
+        return np.tile(super()._normal(row), (2, 1))
+
+    def _remember(self, row: int, experts: npt.NDArray[np.intp]) -> None:
+        n, sums = len(self.half_lives), self._sums[row]
+        sums *= np.tile(self._decay, (2, 1))
+        sums[:n, experts] += 1
+        given = self._router.pop(row, None)
+        if given is None:
+            sums[n:, experts] += 1  # nothing was told of this visit: all that is known are the winners
+        else:
+            # The winners' own share is left in: it says which of them won by little.
+            sums[n:, : len(given)] += given * (len(experts) / max(float(given.sum()), _LEAST_CHANCE))
+
+
+class KeepPredicted(Adaptive):
+    """`Adaptive`, with a predictor's word on the layers just ahead: what it expects stays.
+
+    A prediction holds until the layer's next visit, and can only raise a chance.
+    """
+
+    wants_predictions = True
+
+    def on_predict(self, layer: int, chances: npt.NDArray[Any]) -> None:
+        row = self._row[layer]
+        self._make_room(len(chances) - 1)
+        raised = self._chance[row].copy()
+        np.maximum(raised[: len(chances)], chances, out=raised[: len(chances)])
+        self._set_chance(row, raised)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "lru": LRU,
+    "frequency": Frequency,
+    "adaptive": Adaptive,
+    "router": AlmostWinners,
+    "predicted": KeepPredicted,
+}
+"""The policies by the name that `--policy` takes."""
+
+
+def policy_named(name: str) -> type[Policy]:
+    """The policy called `name`; "auto" is the one that suits most models. Raises `UsageError` for others."""
+    if name == "auto":
+        return Adaptive
+    if name not in POLICIES:
+        raise UsageError(f"there is no policy '{name}'; the policies are auto, {', '.join(POLICIES)}")
+    return POLICIES[name]
