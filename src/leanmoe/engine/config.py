@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 
 from leanmoe.errors import UsageError
+from leanmoe.experts.policy import policy_named
+from leanmoe.experts.pool import Prefetch
 from leanmoe.experts.store import Verify
 
+PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")
+DEFAULT_WARM_SECONDS = 10.0
 VERIFY_MODES: tuple[Verify, ...] = ("first", "always", "never")
 
 KV_ELEMENT_BYTES = {"f16": 2, "f32": 4}
@@ -19,7 +23,10 @@ class EngineConfig:
     "cuda:0", ... (naming one twice splits the layers between two caches on it). `vram`: bytes on each GPU; None
     takes nine tenths of what is free there. `context`: tokens a sequence may hold; None takes the model's own,
     at most 4096. `chunk`: prompt tokens computed at once; None fits it to the budget. `verify`: when an expert
-    file's digest is checked.
+    file's digest is checked. `policy`: which expert leaves when a slot is needed, a name of
+    `experts.policy.POLICIES` or "auto". `prefetch`: whether experts are read before they are asked for.
+    `warm`: seconds for which the experts that were used most are read in the background at the start, if the
+    pack has a profile; 0 does without.
     """
 
     memory: int | None = None
@@ -32,6 +39,9 @@ class EngineConfig:
     threads: int | None = None
     readers: int = 4
     verify: Verify = "first"
+    policy: str = "auto"
+    prefetch: Prefetch = "off"
+    warm: float = DEFAULT_WARM_SECONDS
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_ELEMENT_BYTES:
@@ -42,6 +52,15 @@ class EngineConfig:
             raise UsageError(
                 f"verify mode '{self.verify}' is unknown; wanted one of {', '.join(VERIFY_MODES)}"
             )
+        if self.prefetch not in PREFETCH_MODES:
+            raise UsageError(
+                f"prefetch mode '{self.prefetch}' is unknown; wanted one of {', '.join(PREFETCH_MODES)}"
+            )
+        policy_named(self.policy)
+        if not 0 <= self.warm <= 86400:
+            raise UsageError(f"warm is {self.warm} seconds; wanted 0 to 86400")
+        if self.prefetch == "on" and self.readers < 2:
+            raise UsageError("prefetch 'on' needs 2 readers or more: one is kept for demand reads")
         for name, low, high in (
             ("context", 1, 2**24),
             ("chunk", 1, 2**16),

@@ -21,6 +21,7 @@ One lock guards all of it. Readers hold it only to publish; nothing under it tou
 """
 
 import copy
+import math
 import threading
 import time
 from collections import deque
@@ -28,8 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy.typing as npt
 import torch
 
 from leanmoe.errors import LeanError
@@ -37,11 +39,14 @@ from leanmoe.experts.device import Device, Fence
 from leanmoe.experts.policy import LRU, Key, Phase, Policy
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan
+from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
 
 # How often a starved acquire looks for leases that were dropped without being given back.
 _RECLAIM_SECONDS = 1.0
+# Guesses that nobody has used yet may hold one slot byte in this many.
+_GUESS_SHARE = 8
 
 
 class Lease:
@@ -62,18 +67,27 @@ class _Slot(Lease):
     `waiting` lists the acquires to tell when the read ends, and is None once the bytes are there.
     """
 
-    __slots__ = ("fence", "key", "pins", "waiting")
+    __slots__ = ("fence", "fresh", "guessed", "key", "pins", "waiting")
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data)
         self.key: Key = (-1, -1)
         self.pins = 0
+        self.guessed = self.fresh = False  # see `Speculation`
         self.waiting: list[Acquire] | None = None
         self.fence: Fence = None
 
     def assign(self, key: Key) -> None:
         self.key = key
         self.layer, self.expert = key
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def arrived(self) -> bool:
+        return self.waiting is None
 
 
 class _Shelf:
@@ -94,11 +108,12 @@ class Acquire(Iterator[list[Lease]]):
     and `LeanError` if the cache was closed; the iterator is then exhausted and holds nothing.
     """
 
-    __slots__ = ("_cache", "deferred", "error", "held", "phase", "reading", "ready", "shelf")
+    __slots__ = ("_cache", "deferred", "error", "held", "layer", "phase", "reading", "ready", "shelf")
 
-    def __init__(self, cache: "ExpertCache", shelf: _Shelf, phase: Phase) -> None:
+    def __init__(self, cache: "ExpertCache", shelf: _Shelf, layer: int, phase: Phase) -> None:
         self._cache = cache
         self.shelf = shelf
+        self.layer = layer
         self.phase = phase
         self.deferred: deque[Key] = deque()  # not yet given a slot
         self.reading: list[_Slot] = []  # pinned, on their way
@@ -153,6 +168,8 @@ class ExpertCache:
         self._shelves: dict[int, _Shelf] = {}
         self._experts = {layer.layer: layer.expert_count for layer in store.pack.manifest.layers}
         self._counters = Counters(layer for c in plan.classes for layer in c.layers)
+        largest = max((c.size for c in plan.classes), default=0)
+        self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
         arena, start = device.allocate(plan.slot_bytes), 0
         for c in plan.classes:
             end = start + c.bytes
@@ -171,7 +188,7 @@ class ExpertCache:
                 f"layer {layer} has experts 0 to {self._experts[layer] - 1}, not {list(experts)}"
             )
         shelf = self._shelves[layer]
-        acquire = Acquire(self, shelf, phase)
+        acquire = Acquire(self, shelf, layer, phase)
         keys = [(layer, expert) for expert in experts]
         with self._lock:
             if self._closed:
@@ -186,18 +203,71 @@ class ExpertCache:
             hits, joined = len(acquire.ready), len(acquire.reading)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)
             shelf.policy.on_use(keys, phase)
+            if self._guesses and phase is Phase.DECODE:
+                self._guesses.visited(layer)
             if acquire.deferred:
                 self._start_reads(acquire)
         return acquire
 
-    def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
+    def preload(self, keys: Iterable[Key], until: float = math.inf) -> list[Future[bool]]:
         """Reads experts into free slots in the background, in this order, behind every demand read.
 
         Nothing is evicted for them. Each future is True if the expert was read, False if it was there already
-        or no slot of its size was free; it holds the error of a failed read, and is cancelled when the
-        readers close.
+        or no slot of its size was free, or `until` (of `time.monotonic`) had passed; it holds the error of a
+        failed read, and is cancelled when the readers close.
         """
-        return [self._readers.submit_background(partial(self._preload_one, key)) for key in keys]
+        return [self._readers.submit_background(partial(self._preload_one, key, until)) for key in keys]
+
+    def read_ahead(self, key: Key, *, sure: bool) -> bool:
+        """In a reader thread: reads an expert that nobody asked for yet; False if it was dropped.
+
+        It takes a free slot, or one whose expert the policy says is worth less; if it is `sure` to be picked,
+        the one worth least. Never one that is pinned, or of a guess whose layer is still to come. Guesses that
+        nobody used have a cap in bytes (see `Speculation`). An expert that is there already is dropped.
+        """
+        with self._lock:
+            slot = self._claim_ahead(key, Phase.DECODE if sure else Phase.PRELOAD)
+            if slot is None:
+                self._counters.ahead(key[0]).dropped += 1
+                return False
+            self._guesses.begin(slot)
+        if self._read(slot) is None:
+            with self._lock:
+                self._counters.ahead(key[0]).read_bytes += slot.nbytes
+        return True
+
+    def drop_ahead(self, layer: int, count: int) -> None:
+        """Counts reads ahead that were given up before `read_ahead` was called."""
+        with self._lock:
+            self._counters.ahead(layer).dropped += count
+
+    def ahead_totals(self) -> tuple[int, int]:
+        """Reads ahead issued up to now, and those of them that were asked for, in time or late."""
+        with self._lock:
+            return self._counters.ahead_totals()
+
+    def holds(self, key: Key) -> bool:
+        """Whether the expert has a slot, its bytes perhaps on their way; may be out of date at once."""
+        return key in self._resident
+
+    def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:
+        """For policies that want it: see `Policy.on_router`."""
+        policy = self._shelves[layer].policy
+        if policy.wants_router:
+            with self._lock:
+                policy.on_router(layer, probabilities)
+
+    def on_predict(self, layer: int, chances: npt.NDArray[Any]) -> None:
+        """For policies that want it: see `Policy.on_predict`."""
+        policy = self._shelves[layer].policy
+        if policy.wants_predictions:
+            with self._lock:
+                policy.on_predict(layer, chances)
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policy of each size class."""
+        return [shelf.policy for shelf in dict.fromkeys(self._shelves.values())]
 
     def resident(self) -> list[Key]:
         """The experts whose bytes are in a slot now."""
@@ -268,6 +338,8 @@ class ExpertCache:
 
     def _promise(self, slot: _Slot, acquire: Acquire) -> None:
         slot.pins += 1
+        if slot.guessed:
+            self._guesses.used(slot)
         if slot.waiting is None:
             acquire.ready.append(slot)
         else:
@@ -279,17 +351,51 @@ class ExpertCache:
         if shelf.free:
             slot = shelf.free.pop()
         else:
-            victim = shelf.policy.victim(key, phase, lambda k: self._resident[k].pins > 0)
+            # Guesses whose layer is still to come stay if anything else can go.
+            victim = shelf.policy.victim(key, phase, self._awaited)
+            if victim is None and self._guesses:
+                victim = shelf.policy.victim(key, phase, lambda k: self._resident[k].pins > 0)
             if victim is None:
                 return None
-            slot = self._resident.pop(victim)
-            shelf.policy.on_evict(victim)
-            self._counters.evictions += 1
+            slot = self._evict(victim)
+        self._give(slot, key, phase)
+        return slot
+
+    def _claim_ahead(self, key: Key, phase: Phase) -> _Slot | None:
+        shelf = self._shelves[key[0]]
+        if self._closed or key in self._resident or shelf.starved:
+            return None
+        if not self._guesses.room_for(shelf.facts.size):
+            victim = self._guesses.stale(lambda k: k[0] in shelf.facts.layers)
+        elif shelf.free:
+            slot = shelf.free.pop()
+            self._give(slot, key, Phase.PRELOAD)
+            return slot
+        else:
+            victim = shelf.policy.victim(key, phase, self._awaited)
+        if victim is None:
+            return None
+        slot = self._evict(victim)
+        self._give(slot, key, Phase.PRELOAD)
+        return slot
+
+    def _awaited(self, key: Key) -> bool:
+        slot = self._resident[key]
+        return slot.pins > 0 or slot.fresh
+
+    def _evict(self, victim: Key) -> _Slot:
+        slot = self._resident.pop(victim)
+        if slot.guessed:
+            self._guesses.wasted(slot)
+        self._shelves[victim[0]].policy.on_evict(victim)
+        self._counters.evictions += 1
+        return slot
+
+    def _give(self, slot: _Slot, key: Key, phase: Phase) -> None:
         slot.assign(key)
         slot.pins, slot.waiting = 1, []
         self._resident[key] = slot
-        shelf.policy.on_insert(key, phase)
-        return slot
+        self._shelves[key[0]].policy.on_insert(key, phase)
 
     def _wait_until_ready(self, acquire: Acquire) -> None:
         """Waits until something is ready or has failed, starting deferred reads as slots become free."""
@@ -311,7 +417,7 @@ class ExpertCache:
                     self._leave_queue(acquire)
         finally:
             self._leave_queue(acquire)
-            self._counters.stall_seconds += time.perf_counter() - began
+            self._counters.stalled(acquire.layer, time.perf_counter() - began)
 
     def _leave_queue(self, acquire: Acquire) -> None:
         if acquire in acquire.shelf.starved:
@@ -330,7 +436,7 @@ class ExpertCache:
             if error is None:
                 slot.pins -= 1
                 self._counters.reads += 1
-                self._counters.read_bytes += slot.data.numel()
+                self._counters.read_bytes += slot.nbytes
             else:
                 self._free(slot)
             for acquire in waiting:
@@ -345,13 +451,17 @@ class ExpertCache:
     def _free(self, slot: _Slot) -> None:
         if not self._closed:
             shelf = self._shelves[slot.layer]
+            if slot.guessed:
+                self._guesses.wasted(slot)
             del self._resident[slot.key]
             shelf.policy.on_evict(slot.key)
             shelf.free.append(slot)
         slot.pins = 0
 
-    def _preload_one(self, key: Key) -> bool:
+    def _preload_one(self, key: Key, until: float) -> bool:
         shelf = self._shelves[key[0]]
+        if time.monotonic() >= until:
+            return False
         with self._lock:
             if self._closed:
                 raise _closed_error()

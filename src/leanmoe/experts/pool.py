@@ -1,21 +1,47 @@
 """All the experts of a model: its layers divided between the caches of one or more devices."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
+import numpy.typing as npt
 import torch
 
 from leanmoe.errors import BudgetError, LeanError, UsageError
 from leanmoe.experts.cache import Acquire, ExpertCache
 from leanmoe.experts.device import open_device
 from leanmoe.experts.policy import LRU, Key, Phase, Policy
+from leanmoe.experts.predict import Transitions
+from leanmoe.experts.prefetch import Prefetcher
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import ExpertStore, Verify
+from leanmoe.experts.throttle import Duel, Fixed, highest_level
 from leanmoe.pack import ExpertLayout, Manifest, Pack
+
+Prefetch = Literal["off", "auto", "on"]
+# With prefetch "on": two experts at once, beside demand reads.
+_FIXED_LEVEL = 3
+# Transitions foresee this many layers, where their tables are small.
+_DISTANCES = 2
+_TRANSITION_BYTES = 8 << 20
+
+
+class Observer(Protocol):
+    """Told of every routing; `TraceRecorder` is one."""
+
+    def record(
+        self,
+        phase: Phase,
+        layer: int,
+        experts: npt.NDArray[Any],
+        weights: npt.NDArray[Any],
+        probabilities: npt.NDArray[Any],
+    ) -> None:
+        """The router of `layer` gave N tokens `experts` and `weights` [N, top-k], probabilities [N, E]."""
 
 
 class Placement(NamedTuple):
@@ -32,11 +58,24 @@ class ExpertPool:
     `caches` serve disjoint sets of layers; `readers` is closed with the pool.
     """
 
-    def __init__(self, store: ExpertStore, caches: Sequence[ExpertCache], readers: Readers) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        caches: Sequence[ExpertCache],
+        readers: Readers,
+        *,
+        prefetch: Prefetch = "off",
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.caches = tuple(caches)
         self._readers = readers
         self._layers = {layer.layer: layer for layer in store.pack.manifest.layers}
         self._cache_of = {layer: c for c in caches for group in c.plan.classes for layer in group.layers}
+        self._observers = tuple(observers)
+        policies = [policy for cache in caches for policy in cache.policies]
+        self._wants_router = any(policy.wants_router for policy in policies)
+        self._wants_predictions = any(policy.wants_predictions for policy in policies)
+        self._prefetcher = self._make_prefetcher(prefetch)
 
     @classmethod
     def open(
@@ -47,9 +86,14 @@ class ExpertPool:
         readers: int = 4,
         verify: Verify = "first",
         policy: Callable[[SlotClass], Policy] = LRU,
+        prefetch: Prefetch = "off",
+        observers: Sequence[Observer] = (),
         direct: bool = True,
     ) -> Self:
         """A pool over `pack` with one cache per placement and `readers` reading threads for all of them.
+
+        `prefetch` says whether experts are read before they are asked for: "off", "on" (always as much), or
+        "auto" (as much as makes tokens faster). `observers` are told of every routing.
 
         Raises `BudgetError` if a budget is below its floor, `UsageError` if the placements do not name every
         layer once, `UnsupportedError` for a device that is not there.
@@ -64,11 +108,66 @@ class ExpertPool:
         except BaseException:
             threads.close()
             raise
-        return cls(store, caches, threads)
+        return cls(store, caches, threads, prefetch=prefetch, observers=observers)
 
     def acquire(self, layer: int, experts: Sequence[int], phase: Phase = Phase.DECODE) -> Acquire:
         """Groups of leases for the distinct `experts` of `layer`, as they become ready; see `ExpertCache`."""
         return self._cache_of[layer].acquire(layer, experts, phase)
+
+    @property
+    def observing(self) -> bool:
+        """Whether `observe` does anything."""
+        return bool(self._observers) or self._wants_router
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `visit` and `expect` may ever do anything."""
+        return self._prefetcher is not None or self._wants_predictions
+
+    @property
+    def expecting(self) -> bool:
+        """Whether `expect` does anything for the token being computed."""
+        return self._wants_predictions or (self._prefetcher is not None and self._prefetcher.active)
+
+    def observe(
+        self,
+        layer: int,
+        phase: Phase,
+        experts: npt.NDArray[Any],
+        weights: npt.NDArray[Any],
+        probabilities: npt.NDArray[Any],
+    ) -> None:
+        """Before `acquire`: the router of `layer` gave N tokens `experts` and `weights` [N, top-k].
+
+        `probabilities` [N, E] are those of every expert.
+        """
+        if self._wants_router and phase is Phase.DECODE:
+            self._cache_of[layer].on_router(layer, probabilities)
+        for observer in self._observers:
+            observer.record(phase, layer, experts, weights, probabilities)
+
+    def visit(self, layer: int, phase: Phase, experts: Sequence[int]) -> None:
+        """After `acquire`: `layer` was reached, so what was expected of it is over; see `Prefetcher`."""
+        if self._prefetcher is not None:
+            self._prefetcher.visit(layer, phase, experts)
+
+    def expect(self, layer: int, chances: npt.NDArray[Any]) -> None:
+        """A predictor's word: `layer` will pick each of its experts with these `chances`, [experts] in 0 to 1.
+
+        A later word on the same layer takes the place of an earlier one.
+        """
+        if self._wants_predictions:
+            self._cache_of[layer].on_predict(layer, chances)
+        if self._prefetcher is not None:
+            self._prefetcher.expect(layer, chances)
+
+    def warm(self, keys: Iterable[Key], seconds: float) -> list[Future[bool]]:
+        """Reads experts into free slots in the background, for `seconds` from now at most, behind all else.
+
+        As `preload`, but what has not begun by then is not read, and its future is False.
+        """
+        end = time.monotonic() + seconds
+        return [future for key in keys for future in self._cache_of[key[0]].preload([key], until=end)]
 
     def layout(self, layer: int) -> ExpertLayout:
         """Where gate, up and down lie inside each lease's `data` for `layer`."""
@@ -103,6 +202,17 @@ class ExpertPool:
     def resident(self) -> list[Key]:
         """The experts whose bytes are in a slot now, on any device."""
         return [key for cache in self.caches for key in cache.resident()]
+
+    def _make_prefetcher(self, mode: Prefetch) -> Prefetcher | None:
+        # Where every expert has a slot there is nothing to gain: demand and warm start fill them once.
+        if mode == "off" or len(self._layers) < 2 or all(plan.fits for plan in self.plans):
+            return None
+        highest = highest_level(self._readers.count)
+        throttle = Duel(highest) if mode == "auto" else Fixed(min(_FIXED_LEVEL, highest))
+        counts = {layer: facts.expert_count for layer, facts in self._layers.items()}
+        size = 4 * len(counts) * _DISTANCES * max(counts.values()) ** 2
+        transitions = Transitions(counts, _DISTANCES) if size <= _TRANSITION_BYTES else None
+        return Prefetcher(self._cache_of, self._readers, throttle, transitions)
 
     def close(self) -> None:
         """Fails whoever waits, ends the reading threads and frees the slots; may be called again."""

@@ -1,27 +1,41 @@
-"""The reader threads. Demand reads go first; background reads use what they leave over."""
+"""The reader threads: demand reads first, then reads ahead, then background reads in what is left over."""
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from leanmoe.errors import LeanError
 
 
-class Readers:
-    """A fixed number of threads that run read tasks: demand first, in order of arrival, then background.
+class Ahead(NamedTuple):
+    """How much may be read ahead of demand: `depth` tasks at once, and only `beside` demand reads if so."""
 
-    Background tasks never occupy all the threads (unless there is only one), so that a demand read need not
-    wait for one of them to end. The queues are bounded by what feeds them: a demand task owns a slot, and a
-    background task names an expert.
+    depth: int
+    beside: bool
+
+
+class Readers:
+    """A fixed number of threads that run read tasks from three lanes.
+
+    *Demand* tasks go first, in order of arrival. Those *ahead* go next, the one due soonest first; while they
+    are queued they may be taken back. *Background* tasks run only while no demand task runs. Neither of the
+    last two starts while a demand task is queued, and together they never occupy all the threads (unless there
+    is only one), so that a demand read need not wait for one of them to end. The queues are bounded by what
+    feeds them: a demand task owns a slot, and the others name an expert.
     """
 
     def __init__(self, threads: int) -> None:
         self.count = threads
         self._changed = threading.Condition()
         self._demand: deque[Callable[[], object]] = deque()
+        self._ahead: dict[Hashable, tuple[float, Callable[[], object]]] = {}
         self._background: deque[tuple[Future[bool], Callable[[], bool]]] = deque()
+        self._demand_running = 0
+        self._ahead_running = 0
         self._background_running = 0
+        self._allowed = Ahead(0, False)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"expert-reader-{i}", daemon=True) for i in range(threads)
@@ -35,6 +49,30 @@ class Readers:
             self._check_open()
             self._demand.append(task)
             self._changed.notify()
+
+    def submit_ahead(self, key: Hashable, due: float, task: Callable[[], object]) -> bool:
+        """Queues a read ahead of demand, in the order of `due`. The task must not raise.
+
+        False, and nothing happens, if `key` is queued already or the readers are closed.
+        """
+        with self._changed:
+            if self._closed or key in self._ahead:
+                return False
+            self._ahead[key] = (due, task)
+            self._changed.notify()
+            return True
+
+    def cancel_ahead(self, key: Hashable) -> bool:
+        """Takes a read ahead back; False if it is not queued (any more)."""
+        with self._changed:
+            return self._ahead.pop(key, None) is not None
+
+    def allow_ahead(self, allowed: Ahead) -> None:
+        """How many reads ahead may run at once from now on, and whether beside demand reads. None at first."""
+        with self._changed:
+            self._allowed = allowed
+            if self._ahead:
+                self._changed.notify()
 
     def submit_background(self, task: Callable[[], bool]) -> Future[bool]:
         """Queues a background read; the future has its result or error, and is cancelled by `close`."""
@@ -51,6 +89,7 @@ class Readers:
             self._closed = True
             dropped = [future for future, _ in self._background]
             self._demand.clear()
+            self._ahead.clear()
             self._background.clear()
             self._changed.notify_all()
         for future in dropped:
@@ -70,13 +109,45 @@ class Readers:
         with self._changed:
             while not self._closed:
                 if self._demand:
-                    return self._demand.popleft()
-                if self._background and self._background_running < max(1, self.count - 1):
-                    self._background_running += 1
-                    future, task = self._background.popleft()
-                    return lambda: self._run_background(future, task)
+                    self._demand_running += 1
+                    return self._counted(self._demand.popleft())
+                if task := self._next_without_demand():
+                    if self._ahead or self._background:
+                        self._changed.notify()  # there may be room for another
+                    return task
                 self._changed.wait()
         return None
+
+    def _next_without_demand(self) -> Callable[[], object] | None:
+        if self._ahead_running + self._background_running >= max(1, self.count - 1):
+            return None
+        depth, beside = self._allowed
+        if self._ahead and self._ahead_running < depth and (beside or not self._demand_running):
+            self._ahead_running += 1
+            _, ahead = self._ahead.pop(min(self._ahead, key=lambda key: self._ahead[key][0]))
+            return lambda: self._run_ahead(ahead)
+        if self._background and not self._demand_running:
+            self._background_running += 1
+            future, task = self._background.popleft()
+            return lambda: self._run_background(future, task)
+        return None
+
+    def _counted(self, task: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            try:
+                task()
+            finally:
+                with self._changed:
+                    self._demand_running -= 1
+
+        return run
+
+    def _run_ahead(self, task: Callable[[], object]) -> None:
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._ahead_running -= 1
 
     def _run_background(self, future: Future[bool], task: Callable[[], bool]) -> None:
         try:
@@ -87,4 +158,3 @@ class Readers:
         finally:
             with self._changed:
                 self._background_running -= 1
-                self._changed.notify()

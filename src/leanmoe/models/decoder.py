@@ -6,6 +6,7 @@ from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import embed, linear
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
+from leanmoe.models.lookahead import Gate, attach
 from leanmoe.models.moe import DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope
@@ -13,6 +14,8 @@ from leanmoe.models.spec import ModelSpec
 from leanmoe.models.state import SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
+
+LOOK_AHEAD_LAYERS = 1
 
 
 class Layer:
@@ -36,7 +39,7 @@ class Layer:
         self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         h = x + self.attention(self.norm1(x), batch, rope, tables)
-        return h + self.ffn(self.norm2(h), batch.phase)
+        return h + self.ffn(self.norm2(h), batch.phase, h)
 
 
 class Decoder:
@@ -55,6 +58,8 @@ class Decoder:
         factors = trunk.vector_if_present("rope_freqs.weight", spec.attention.rope.rotary_dim // 2)
         self.rope = Rope(spec.attention.rope, factors)
         self.layers = [Layer(trunk, spec, i, pool, workers) for i in range(spec.layers)]
+        if pool is not None and pool.predicting:
+            self._look_ahead(pool)
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
         self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
@@ -62,6 +67,15 @@ class Decoder:
     def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
         """An empty sequence with room for `capacity` tokens."""
         return SequenceState(self.spec, capacity, dtype, self.devices)
+
+    def _look_ahead(self, pool: ExpertPool) -> None:
+        """Lets each layer's picks and state predict the layers after it that are on the same device."""
+        routed = [(layer, layer.ffn) for layer in self.layers if isinstance(layer.ffn, MoE)]
+        for device in dict.fromkeys(self.devices):
+            here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
+            gates = [Gate(moe.layer, layer.norm2, moe.router, moe.router_spec.top_k) for layer, moe in here]
+            for (_, moe), ahead in zip(here, attach(pool, gates, LOOK_AHEAD_LAYERS), strict=True):
+                moe.look_ahead = ahead
 
     @torch.inference_mode()
     @one_torch_thread()

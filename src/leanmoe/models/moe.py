@@ -8,6 +8,7 @@ from torch.nn.functional import silu
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import ExpertBatch, linear, moe_ffn
+from leanmoe.models.lookahead import LookAhead
 from leanmoe.models.spec import ModelSpec, RouterSpec
 from leanmoe.models.trunk import Trunk
 
@@ -16,7 +17,8 @@ _MIN_WEIGHT_SUM = 2.0**-14
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] is the normed h [N, hidden], the hidden state after attention -> [N, hidden]."""
 
 
 class DenseFFN:
@@ -28,7 +30,7 @@ class DenseFFN:
         self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
         self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
 
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
         return linear(self.down, silu(linear(self.gate, x)).mul_(linear(self.up, x)))
 
@@ -41,8 +43,8 @@ class SharedExpert:
         name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
         self.gate = trunk.weight(name, 1, spec.hidden) if trunk.has(name) else None
 
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
-        y = self.ffn(x, phase)
+    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
+        y = self.ffn(x, phase, h)
         return y if self.gate is None else y.mul_(linear(self.gate, x).sigmoid_())
 
 
@@ -60,16 +62,22 @@ class MoE:
         self.layout = pool.layout(layer)
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
+        self.look_ahead: LookAhead | None = None
 
-    def __call__(self, x: torch.Tensor, phase: Phase) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
-        ids, weights = route(linear(self.router, x), self.router_spec)
+        probabilities = router_probabilities(linear(self.router, x), self.router_spec)
+        ids, weights = pick(probabilities, self.router_spec)
         n, k = ids.shape
         outputs = torch.empty(n * k, x.shape[1], device=x.device)
         rows = _rows_by_expert(ids)
+        if self.pool.observing:
+            self.pool.observe(self.layer, phase, *(t.cpu().numpy() for t in (ids, weights, probabilities)))
         with self.pool.acquire(self.layer, list(rows), phase) as groups:
-            # Reads are on their way from here on: the shared expert and the hits are computed meanwhile.
-            shared = None if self.shared is None else self.shared(x, phase)
+            # Reads are on their way from here on: the rest is done meanwhile.
+            if self.look_ahead is not None:
+                self.look_ahead(phase, h, list(rows))
+            shared = None if self.shared is None else self.shared(x, phase, h)
             for leases in groups:
                 mine = [rows[lease.expert] for lease in leases]
                 dest = torch.tensor(
@@ -81,10 +89,14 @@ class MoE:
         return routed if shared is None else routed.add_(shared)
 
 
-def route(logits: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits [N, E] -> expert ids [N, k] by falling probability, and their weights [N, k]."""
-    probs = logits.softmax(-1) if spec.gating == "softmax" else logits.sigmoid()
-    weights, ids = probs.topk(spec.top_k, dim=-1, sorted=True)
+def router_probabilities(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Router logits [N, E] -> each expert's probability [N, E]."""
+    return logits.softmax(-1) if spec.gating == "softmax" else logits.sigmoid()
+
+
+def pick(probabilities: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [N, E] -> expert ids [N, k] by falling probability, and their weights [N, k]."""
+    weights, ids = probabilities.topk(spec.top_k, dim=-1, sorted=True)
     if spec.renormalise:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(_MIN_WEIGHT_SUM)
     return ids, weights * spec.scale if spec.scale != 1.0 else weights
