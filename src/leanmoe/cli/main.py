@@ -1,6 +1,7 @@
 """The `lean` command: arguments in, tables and text out. How anything is done is not known here."""
 
 import logging
+import os
 import sys
 
 import typer
@@ -17,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -46,12 +48,13 @@ for command in (pack, info, verify, plan, run, chat):
 
 def main() -> None:
     """Runs `lean`. Errors a user can cause end in one message and exit code 1, or 2 for misuse."""
+    _prepare_streams()
     try:
         app()
     except LeanError as error:
         if "--debug" in sys.argv:
             raise
-        print(f"lean: {error}", file=sys.stderr)
+        print(f"lean: {_one_line(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         print("lean: interrupted", file=sys.stderr)
@@ -62,5 +65,20 @@ def main() -> None:
     except (OSError, MemoryError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"lean: {error or 'out of memory'}", file=sys.stderr)
+        print(f"lean: {_one_line(str(error)) or 'out of memory'}", file=sys.stderr)
         sys.exit(1)
+
+
+def _prepare_streams() -> None:
+    """A closed standard stream reads as empty and swallows what is written; text that cannot be encoded is `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _one_line(text: str) -> str:
+    """`text` with its control characters spelt out: names in it come from files that nobody vouches for."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -52,7 +52,7 @@ def info(
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")]) -> None:
-    """Compare every file of a pack with its digest; list all faults, and exit with 1 if there are any."""
+    """Compare every file of a pack with its digest. Lists all faults, and exits with 1 if there are any."""
     with _progress_bar("verifying") as report:
         faults = verify_pack(path, progress=report)
     for fault in faults:

@@ -8,7 +8,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from leanmoe.cli.options import Cache, Chunk, Context, DeviceNames, KvType, Memory, Vram, engine_config
+from leanmoe.cli.options import (
+    Cache,
+    Chunk,
+    Context,
+    DeviceNames,
+    KvType,
+    Memory,
+    Threads,
+    Vram,
+    engine_config,
+)
 from leanmoe.engine.memory import default_budget
 from leanmoe.engine.plan import MemoryPlan, expected_base, plan_memory
 from leanmoe.errors import UsageError
@@ -30,10 +40,11 @@ def plan(
     context: Context = None,
     kv_type: KvType = "f16",
     chunk: Chunk = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="One machine-readable record.")] = False,
 ) -> None:
-    """Show where every byte of a memory budget goes, without loading anything."""
-    config = engine_config(memory, cache, vram, device, context, kv_type, chunk)
+    """Show where every byte of a memory budget goes. Reads headers only."""
+    config = engine_config(memory, cache, vram, device, context, kv_type, chunk, threads)
     if config.devices[0] != "cpu" and config.vram is None:
         raise UsageError("say how much the GPU has with --vram: a plan asks no device")
     if model.is_dir():

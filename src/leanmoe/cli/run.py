@@ -19,9 +19,11 @@ def run(
         str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
-    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
+    ] = False,
     special: Annotated[
-        bool, typer.Option(help="With --raw: special tokens may be written in the prompt.")
+        bool, typer.Option("--special", help="With --raw: special tokens may be written in the prompt.")
     ] = False,
     system: opt.System = None,
     max_tokens: opt.MaxTokens = None,
@@ -85,16 +87,22 @@ def run(
             Console(stderr=True).print(table(llm, done))
         else:
             print(summary(llm, done), file=sys.stderr)
+    if done.finish_reason == "cancelled":
+        raise typer.Exit(130)  # as a shell expects of a command that Ctrl-C ended
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise UsageError("give the prompt with -p TEXT, or with -f FILE")
+    if prompt is not None and prompt != "-":
+        return prompt
     try:
         if file is not None:
-            return file.read_text(encoding="utf-8")
-        return sys.stdin.read() if prompt == "-" else prompt or ""
+            return file.read_bytes().decode()
+        return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})"
         ) from None
+    except OSError as error:
+        raise UsageError(f"{file or 'standard input'}: cannot be read: {error.strerror}") from error

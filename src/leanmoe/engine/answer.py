@@ -17,7 +17,10 @@ from leanmoe.text import StopMatcher, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer took. Times in seconds; expert look-ups and reads while the prompt was computed, and after."""
+    """What one answer took. Times in seconds; expert look-ups and reads while the prompt was computed, and after.
+
+    `prompt_tokens` of an answer cancelled within its prompt are those that were computed.
+    """
 
     prompt_tokens: int
     reused_tokens: int
@@ -41,7 +44,8 @@ class Usage:
     @property
     def decode_rate(self) -> float:
         """Tokens generated per second, the first one excepted: its logits came from the prompt."""
-        return (self.completion_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        fed = self.completion_tokens - 1
+        return fed / self.decode_seconds if fed > 0 and self.decode_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class Answer:
                 sequence.reset()
             reused = sequence.keep_prefix(self._prompt)
             logits = prefill(self._decoder, sequence, self._prompt[reused:], self._chunk, progress.stopped)
-            prompted, between = time.perf_counter(), self._stats()
+            prompted, between, in_prompt = time.perf_counter(), self._stats(), len(sequence.tokens)
             text: list[str] = []
             tokens: list[int] = []
             reason = "cancelled"
@@ -157,7 +161,7 @@ class Answer:
                     reason = yield from self._decode(source, tokens, text, progress)
             finally:
                 usage = Usage(
-                    prompt_tokens=len(self._prompt),
+                    prompt_tokens=in_prompt,
                     reused_tokens=reused,
                     completion_tokens=len(tokens),
                     prompt_seconds=prompted - begun,

@@ -15,7 +15,7 @@ import torch
 from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import EngineConfig
-from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes
+from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, return_large_blocks
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
@@ -100,6 +100,7 @@ class LLM:
         assert self.config.memory is not None
         assert self.config.threads is not None
         kernels.set_num_threads(self.config.threads)
+        return_large_blocks()
         self.plan: MemoryPlan = plan_memory(
             self.spec,
             self.pack.trunk,

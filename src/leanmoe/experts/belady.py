@@ -5,72 +5,50 @@ evict what is used again last.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from leanmoe.experts.policy import Key, Phase
-from leanmoe.experts.slots import SlotPlan
 from leanmoe.experts.trace import Request
 
 _NEVER = 1 << 62
 
 
-def best_hits(requests: Sequence[Request], plan: SlotPlan) -> dict[int, int]:
-    """The decode hits of each layer under the best schedule that the slots of `plan` allow.
+def best_hits(requests: Sequence[Request], sizes: Mapping[int, int], budget: int) -> dict[int, int]:
+    """The decode hits of each layer of `sizes` (bytes of an expert) by Belady's rule in `budget` bytes.
 
-    An upper bound on every policy without prefetch, and reached by a schedule that may read an expert without
-    keeping it. An expert hits if it was kept since its last use; between two requests a size class keeps at
-    most as many as it has slots. All slots of a class being equal, giving up the use that lies furthest ahead
-    whenever there are too many leaves the most hits (a largest set of intervals that can be coloured with as
-    many colours as slots: Carlisle and Lloyd 1995). What only a prompt would use again is not kept, since
-    only decode hits count.
+    An expert hits if it was kept since its last use. All of a request is looked up at once, and what it used
+    need not be kept. Between two requests at most `budget` bytes are kept; what lies over them is given up,
+    the furthest next use first. What only a prompt would use again is not kept, since prompts do not count.
+
+    With experts of one size this is the most hits possible, hence a bound on every policy without prefetch:
+    a largest set of intervals of which no more than the slots overlap (Carlisle and Lloyd, Discrete Applied
+    Mathematics 59, 1995). With several sizes in one budget it is a schedule that can be followed, and no
+    bound: it may be beaten by giving up one large expert for several small ones, and the best schedule is
+    NP-hard to find (Chrobak et al., Journal of Scheduling 15, 2012).
     """
-    hits = {layer: 0 for c in plan.classes for layer in c.layers}
-    for c in plan.classes:
-        mine = [r for r in requests if r.layer in c.layers]
-        following = _following(mine)
-        kept: dict[Key, int] = {}
-        ahead: list[tuple[int, Key]] = []  # (minus the next use, key), with entries that are out of date
-        for request, uses in zip(mine, following, strict=True):
-            keys = [(request.layer, expert) for expert in request.experts]
-            if request.phase is Phase.DECODE:
-                hits[request.layer] += sum(key in kept for key in keys)
-            for key, use in zip(keys, uses, strict=True):
-                kept.pop(key, None)
-                if use != _NEVER and mine[use].phase is Phase.DECODE:
-                    kept[key] = use
-                    heapq.heappush(ahead, (-use, key))
-            while len(kept) > c.slots:
-                use, key = heapq.heappop(ahead)
-                if kept.get(key) == -use:
-                    del kept[key]
-    return hits
-
-
-def furthest_hits_in_bytes(requests: Sequence[Request], sizes: dict[int, int], budget: int) -> dict[int, int]:
-    """The decode hits of each layer if one cache of `budget` bytes for all layers evicts the furthest next use.
-
-    Experts come one at a time, prompts count as uses, and whatever is read is kept until evicted: the
-    accounting of published replays. With experts of one size and no prompt nothing does better; with mixed
-    sizes it is a feasible schedule and no bound, since the best one is NP-hard to find (Chrobak et al. 2012).
-    """
+    mine = [r for r in requests if r.layer in sizes]
     hits = dict.fromkeys(sizes, 0)
-    flat = [(r.phase, (r.layer, expert)) for r in requests for expert in r.experts]
-    following = [use for uses in _following([Request(p, k[0], (k[1],)) for p, k in flat]) for use in uses]
     kept: dict[Key, int] = {}
-    ahead: list[tuple[int, Key]] = []
+    ahead: list[tuple[int, Key]] = []  # (minus the next use, key), with entries that are out of date
     used = 0
-    for (phase, key), use in zip(flat, following, strict=True):
-        if key in kept:
-            hits[key[0]] += phase is Phase.DECODE
-        else:
-            while used + sizes[key[0]] > budget and ahead:
-                next_use, victim = heapq.heappop(ahead)
-                if kept.get(victim) == -next_use:
-                    del kept[victim]
-                    used -= sizes[victim[0]]
-            used += sizes[key[0]]
-        kept[key] = use
-        heapq.heappush(ahead, (-use, key))
+    for request, uses in zip(mine, _following(mine), strict=True):
+        layer = request.layer
+        keys = [(layer, expert) for expert in request.experts]
+        found = sum(key in kept for key in keys)
+        used -= found * sizes[layer]
+        if request.phase is Phase.DECODE:
+            hits[layer] += found
+        for key, use in zip(keys, uses, strict=True):
+            kept.pop(key, None)
+            if use != _NEVER and mine[use].phase is Phase.DECODE:
+                kept[key] = use
+                used += sizes[layer]
+                heapq.heappush(ahead, (-use, key))
+        while used > budget:
+            use, key = heapq.heappop(ahead)
+            if kept.get(key) == -use:
+                del kept[key]
+                used -= sizes[key[0]]
     return hits
 
 

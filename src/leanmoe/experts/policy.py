@@ -273,7 +273,7 @@ class Adaptive(Forecast):
         foreseen[:-1] = self._sums[row][:, experts] / self._normal(row)
         shares = self.weights[:, None] * foreseen
         shares /= shares.sum(0)
-        self.weights += self.rate * (shares.mean(1) - self.weights)
+        self.weights += self.rate * (shares.sum(1) / len(experts) - self.weights)
 
     def _make_room(self, expert: int) -> None:
         super()._make_room(expert)

@@ -7,7 +7,8 @@ at a time; budgets become slots by the same arithmetic.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from leanmoe.experts.belady import best_hits, furthest_hits_in_bytes
+from leanmoe.errors import BudgetError
+from leanmoe.experts.belady import best_hits
 from leanmoe.experts.policy import Key, Phase, Policy
 from leanmoe.experts.predict import Transitions
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
@@ -88,46 +89,34 @@ def replay(
     for c in plan.classes:
         shelf = _Shelf(policy(c), dict.fromkeys(c.layers, c.size), c.bytes)
         shelves |= dict.fromkeys(c.layers, shelf)
-    hits, picks = dict.fromkeys(shelves, 0), dict.fromkeys(shelves, 0)
-    for request in requests:
-        layer, shelf = request.layer, shelves[request.layer]
-        found = shelf.serve(request, request.phase)
-        if request.phase is Phase.DECODE:
-            hits[layer] += found
-            picks[layer] += len(request.experts)
-            if predictor is not None and shelf.policy.wants_predictions:
-                predictor.observe(layer, request.experts)
-                for ahead, chances in predictor.ahead():
-                    shelves[ahead].policy.on_predict(ahead, chances)
-    most = sum(shelf.most for shelf in set(shelves.values()))
-    return _replay(hits, picks, {layer: c.size for c in plan.classes for layer in c.layers}, most)
+    sizes = {layer: c.size for c in plan.classes for layer in c.layers}
+    return _drive(requests, shelves, sizes, predictor, scan=True)
 
 
 def replay_in_bytes(
-    requests: Iterable[Request], trace: RoutingTrace, budget: int, policy: NewPolicy
+    requests: Iterable[Request],
+    trace: RoutingTrace,
+    budget: int,
+    policy: NewPolicy,
+    predictor: Transitions | None = None,
 ) -> Replay:
     """Runs `requests` through one cache of `budget` bytes for the experts of all layers and sizes.
 
-    The accounting of published replays, to compare with: experts come one at a time, and a prompt's are
-    treated like any other. lean's own cache has slots (`replay`).
+    The accounting of published replays, to compare with: a prompt is treated like any other request. lean's
+    own cache has slots (`replay`). Raises `BudgetError` if the budget does not hold one token's picks of each
+    layer.
     """
     sizes = {i: facts.expert_bytes for i, facts in trace.layers.items()}
     counts = {i: facts.experts for i, facts in trace.layers.items()}
+    if budget < (least := trace.top_k * max(sizes.values())):
+        raise BudgetError(
+            f"a budget of {budget} bytes is less than the {least} bytes of a layer's top {trace.top_k}"
+        )
     total, mean = sum(counts.values()), trace.expert_bytes // sum(counts.values())
     working_set = sum(min(trace.top_k, n) for n in counts.values())
-    shelf = _Shelf(
-        policy(SlotClass(mean, tuple(sorted(sizes)), total, 1, working_set, max(1, budget // mean))),
-        sizes,
-        budget,
-    )
-    hits, picks = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0)
-    for request in requests:
-        for expert in request.experts:
-            found = shelf.serve(Request(Phase.DECODE, request.layer, (expert,)), Phase.DECODE)
-            if request.phase is Phase.DECODE:
-                hits[request.layer] += found
-                picks[request.layer] += 1
-    return _replay(hits, picks, sizes, shelf.most)
+    as_class = SlotClass(mean, tuple(sorted(sizes)), total, trace.top_k, working_set, budget // mean)
+    shelf = _Shelf(policy(as_class), sizes, budget)
+    return _drive(requests, dict.fromkeys(sizes, shelf), sizes, predictor, scan=False)
 
 
 def plan_for(trace: RoutingTrace, budget: int) -> SlotPlan:
@@ -138,15 +127,41 @@ def plan_for(trace: RoutingTrace, budget: int) -> SlotPlan:
 
 
 def replay_best(requests: Sequence[Request], plan: SlotPlan) -> Replay:
-    """The most that any policy could have hit in the slots of `plan`; see `belady.best_hits`."""
+    """The most that any policy without prefetch could have hit in the slots of `plan`; see `best_hits`."""
     sizes = {layer: c.size for c in plan.classes for layer in c.layers}
-    return _replay(best_hits(requests, plan), _picks(requests, sizes), sizes, plan.slot_bytes)
+    hits: dict[int, int] = {}
+    for c in plan.classes:
+        hits |= best_hits(requests, dict.fromkeys(c.layers, c.size), c.bytes)
+    return _replay(hits, _picks(requests, sizes), sizes, plan.slot_bytes)
 
 
 def replay_best_in_bytes(requests: Sequence[Request], trace: RoutingTrace, budget: int) -> Replay:
-    """Belady's rule in the accounting of `replay_in_bytes`; see `belady.furthest_hits_in_bytes`."""
+    """Belady's rule in the accounting of `replay_in_bytes`: no bound where sizes differ; see `best_hits`."""
     sizes = {i: facts.expert_bytes for i, facts in trace.layers.items()}
-    return _replay(furthest_hits_in_bytes(requests, sizes, budget), _picks(requests, sizes), sizes, budget)
+    return _replay(best_hits(requests, sizes, budget), _picks(requests, sizes), sizes, budget)
+
+
+def _drive(
+    requests: Iterable[Request],
+    shelves: Mapping[int, _Shelf],
+    sizes: Mapping[int, int],
+    predictor: Transitions | None,
+    *,
+    scan: bool,
+) -> Replay:
+    """Serves the requests, and counts those of decode. `scan`: the policy is told which are a prompt's."""
+    hits, picks = dict.fromkeys(shelves, 0), dict.fromkeys(shelves, 0)
+    for request in requests:
+        layer, shelf = request.layer, shelves[request.layer]
+        found = shelf.serve(request, request.phase if scan else Phase.DECODE)
+        if request.phase is Phase.DECODE:
+            hits[layer] += found
+            picks[layer] += len(request.experts)
+            if predictor is not None and shelf.policy.wants_predictions:
+                predictor.observe(layer, request.experts)
+                for ahead, chances in predictor.ahead():
+                    shelves[ahead].policy.on_predict(ahead, chances)
+    return _replay(hits, picks, sizes, sum(shelf.most for shelf in set(shelves.values())))
 
 
 def _picks(requests: Iterable[Request], layers: Iterable[int]) -> dict[int, int]:

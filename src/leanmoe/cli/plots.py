@@ -1,0 +1,46 @@
+"""Charts as image files, where matplotlib is installed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from leanmoe.errors import UsageError
+
+
+def require_matplotlib() -> None:
+    """Raises `UsageError` if charts cannot be drawn, so that nobody waits for one in vain."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "drawing needs matplotlib, which is not installed: pip install 'leanmoe[plot]'"
+        ) from None
+
+
+def draw_curves(
+    path: Path, title: str, residency: Sequence[float], curves: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Hit rates against residency (both 0 to 1), one curve for each name; None leaves a gap.
+
+    The file's ending says the format. Raises `UsageError` for an ending that matplotlib does not know or if
+    it is not installed, `OSError` if the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, rates in curves.items():
+        points = [(100 * x, 100 * y) for x, y in zip(residency, rates, strict=True) if y is not None]
+        style = "k--" if name == "belady" else "o-"
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=name, markersize=3)
+    axes.set(
+        xlabel="experts resident, % of bytes", ylabel="hit rate in decode, %", title=title, ylim=(0, 100)
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UsageError(f"cannot draw {path}: {error}") from None

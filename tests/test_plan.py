@@ -1,0 +1,62 @@
+"""The memory plan: nothing that grows with a setting may be left out of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from leanmoe.engine.config import EngineConfig
+from leanmoe.engine.plan import plan_memory, scratch_bytes
+from leanmoe.errors import BudgetError
+from leanmoe.formats.gguf import read_gguf
+from leanmoe.models.registry import model_spec
+from leanmoe.pack import expert_layouts, pack_gguf
+
+LEAN = [sys.executable, "-m", "leanmoe"]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from oracles.tiny import tiny_gguf
+
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=16384)
+    return tiny_gguf(tmp_path_factory.mktemp("plan") / "tiny.gguf", "qwen3moe", "Q8_0", **heads).path
+
+
+def test_each_thread_that_attends_has_a_mask_in_the_plan(gguf: Path) -> None:
+    """On a machine with many cores a long prompt once ended in the out-of-memory killer."""
+    spec = model_spec(read_gguf(gguf))
+    one, eight, many = (scratch_bytes(spec, 512, 16384, threads) for threads in (1, 8, 64))
+    assert eight - one == 7 * 5 * 256 * 16384
+    assert many - one == 15 * 5 * 256 * 16384  # two blocks of queries, eight heads: no more to divide
+
+
+def test_the_smallest_memory_named_by_a_refusal_survives_a_process_slightly_larger(gguf: Path) -> None:
+    """No two processes start with exactly the same memory; the number must hold for the next one."""
+    model = read_gguf(gguf)
+    spec, manifest, base = model_spec(model), expert_layouts(model), 250 << 20
+    with pytest.raises(BudgetError) as refused:
+        plan_memory(spec, model, manifest, EngineConfig(context=256), memory=base, base=base)
+    named = int(str(refused.value).partition("the smallest that works is ")[2].partition("MiB")[0]) << 20
+    plan_memory(spec, model, manifest, EngineConfig(context=256), memory=named, base=base + (3 << 20))
+
+
+@pytest.mark.slow
+def test_many_threads_and_a_long_prompt_stay_within_the_floor_that_plan_names(
+    gguf: Path, tmp_path: Path
+) -> None:
+    pack = pack_gguf(gguf, tmp_path / "tiny.lmpack")
+    prompt = tmp_path / "prompt"
+    prompt.write_text("e" * 8000)
+    common = ["--context", "8192", "--threads", "16", "--kv-type", "f32", "--chunk", "512", "--json"]
+    floor = json.loads(_lean(["plan", str(pack), *common]))["floor"]
+    run = ["run", str(pack), "--raw", "-f", str(prompt), "-n", "2", "--memory", str(floor), *common]
+    assert json.loads(_lean(run))["memory_peak"] <= floor
+
+
+def _lean(arguments: list[str]) -> str:
+    done = subprocess.run([*LEAN, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
