@@ -33,12 +33,16 @@ def chat(
     threads: opt.Threads = None,
     readers: opt.Readers = 4,
     verify: opt.VerifyMode = "first",
+    policy: opt.PolicyName = "auto",
+    prefetch: opt.PrefetchMode = "off",
 ) -> None:
     """Talk with the model. What both sides said keeps its KV state, so each turn computes only what is new."""
     from leanmoe.cli.generate import show, summary
     from leanmoe.engine.llm import LLM
 
-    config = opt.engine_config(memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify)
+    config = opt.engine_config(
+        memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify, policy, prefetch
+    )
     opening = [{"role": "system", "content": system}] if system is not None else []
     with LLM(pack, **asdict(config)) as llm:
         if not llm.has_chat_template:

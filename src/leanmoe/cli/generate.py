@@ -55,6 +55,16 @@ def table(llm: LLM, done: Completion) -> Table:
         rows.add_row("hit rate", f"{usage.decode_experts.hit_rate:.1%}")
         rows.add_row("read for each token", format_bytes(round(usage.read_bytes_per_token)))
         rows.add_row("read for the prompt", format_bytes(usage.prompt_experts.read_bytes))
+        rows.add_row(
+            "waited for reads", f"{usage.decode_experts.stall_seconds:.2f} s of {usage.decode_seconds:.2f} s"
+        )
+        if llm.config.prefetch != "off":
+            ahead = usage.decode_experts.prefetch
+            rows.add_row(
+                f"prefetch ({llm.config.prefetch})",
+                f"{ahead.issued} read: {ahead.useful} useful, {ahead.late} late, {ahead.wasted} wasted; "
+                f"{ahead.dropped} dropped; {format_bytes(ahead.read_bytes)}",
+            )
     rows.add_row("prompt", f"{usage.prompt_tokens} tokens, {usage.prompt_rate:.1f} tokens/s")
     rows.add_row("answer", f"{usage.completion_tokens} tokens, {usage.decode_rate:.1f} tokens/s")
     return rows

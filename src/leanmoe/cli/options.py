@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 
 from leanmoe.engine.config import EngineConfig
+from leanmoe.experts.policy import POLICIES
 from leanmoe.experts.store import Verify
+from leanmoe.experts.throttle import Prefetch
 from leanmoe.units import parse_bytes
 
 Memory = Annotated[
@@ -34,6 +36,16 @@ Chunk = Annotated[
 Threads = Annotated[int | None, typer.Option("--threads", "-t", help="Compute threads. [default: all cores]")]
 Readers = Annotated[int, typer.Option(help="Threads that read expert files.")]
 VerifyMode = Annotated[Verify, typer.Option("--verify", help="When an expert file's digest is checked.")]
+PrefetchMode = Annotated[
+    Prefetch,
+    typer.Option(
+        "--prefetch", help="Read experts before they are asked for: auto where it makes tokens faster."
+    ),
+]
+PolicyName = Annotated[
+    str,
+    typer.Option("--policy", help=f"Which expert leaves when a slot is needed: auto, {', '.join(POLICIES)}."),
+]
 Temperature = Annotated[float, typer.Option("--temperature", "--temp", help="0 takes the most likely token.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
 TopP = Annotated[
@@ -60,6 +72,8 @@ def engine_config(
     threads: int | None = None,
     readers: int = 4,
     verify: Verify = "first",
+    policy: str = "auto",
+    prefetch: Prefetch = "off",
 ) -> EngineConfig:
     """The flags as one checked object."""
     return EngineConfig(
@@ -73,4 +87,6 @@ def engine_config(
         threads=threads,
         readers=readers,
         verify=verify,
+        policy=policy,
+        prefetch=prefetch,
     )

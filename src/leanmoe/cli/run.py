@@ -47,6 +47,8 @@ def run(
     threads: opt.Threads = None,
     readers: opt.Readers = 4,
     verify: opt.VerifyMode = "first",
+    policy: opt.PolicyName = "auto",
+    prefetch: opt.PrefetchMode = "off",
     stats: Annotated[bool, typer.Option("--stats", help="End with a table of what it took.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one machine-readable record instead.")
@@ -56,7 +58,9 @@ def run(
     from leanmoe.cli.generate import show, summary, table
     from leanmoe.engine.llm import LLM
 
-    config = opt.engine_config(memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify)
+    config = opt.engine_config(
+        memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify, policy, prefetch
+    )
     text = _prompt(prompt, file)
     request: dict[str, Any] = {
         "max_tokens": max_tokens,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import policy_named
-from leanmoe.experts.pool import Prefetch
 from leanmoe.experts.store import Verify
+from leanmoe.experts.throttle import Prefetch
 
 PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")
 DEFAULT_WARM_SECONDS = 10.0

@@ -1,10 +1,11 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock, get_ident
 from types import TracebackType
@@ -14,15 +15,17 @@ import torch
 
 from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
-from leanmoe.engine.config import EngineConfig
+from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
 from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, return_large_blocks
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
 from leanmoe.errors import BudgetError, UnsupportedError, UsageError
-from leanmoe.experts.pool import ExpertPool, Placement
+from leanmoe.experts.policy import Key, policy_named
+from leanmoe.experts.pool import ExpertPool, Observer, Placement
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
+from leanmoe.experts.throttle import Prefetch
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -56,8 +59,9 @@ class LLM:
     """A model in a `.lmpack` directory, held within a memory budget.
 
     `memory` is the budget of the whole process ("4GiB" or bytes; None takes nine tenths of what is free); the
-    other settings are `EngineConfig`'s. Experts stay on disk but for those the budget has slots for. One answer
-    is made at a time; a second caller waits. Use it as a context manager, or call `close`.
+    other settings are `EngineConfig`'s. `observers` are told of every routing (`TraceRecorder` is one).
+    Experts stay on disk but for those the budget has slots for. One answer is made at a time; a second caller
+    waits. Use it as a context manager, or call `close`.
 
     Raises `BudgetError` if the budget is too small (naming one that works), `FormatError` or
     `ExpertReadError` for a damaged pack, `UnsupportedError` for an architecture lean does not run.
@@ -77,6 +81,10 @@ class LLM:
         threads: int | None = None,
         readers: int = 4,
         verify: Verify = "first",
+        policy: str = "auto",
+        prefetch: Prefetch = "off",
+        warm: float = DEFAULT_WARM_SECONDS,
+        observers: SequenceOf[Observer] = (),
     ) -> None:
         config = EngineConfig(
             memory=_bytes(memory),
@@ -89,6 +97,9 @@ class LLM:
             threads=threads,
             readers=readers,
             verify=verify,
+            policy=policy,
+            prefetch=prefetch,
+            warm=warm,
         )
         self.pack: Pack = open_pack(path)
         self.spec = model_spec(self.pack.trunk)
@@ -113,7 +124,7 @@ class LLM:
         self._lock = Lock()
         self._answering: int | None = None
         self._workers = Workers(self.config.threads if self.config.devices[0] == "cpu" else 1)
-        self._pool = self._open_pool()
+        self._pool = self._open_pool(observers)
         try:
             self.decoder = self._load()
             dtype = KV_TYPES[self.config.kv_type]
@@ -193,6 +204,10 @@ class LLM:
             "hit_rate": usage.decode_experts.hit_rate,
             "prompt_read_bytes": usage.prompt_experts.read_bytes,
             "decode_read_bytes": usage.decode_experts.read_bytes,
+            "decode_demand_reads": usage.decode_experts.total.misses,
+            "stall_seconds": usage.decode_experts.stall_seconds,
+            "prefetch": asdict(usage.decode_experts.prefetch),
+            "layers": {layer: asdict(stats) for layer, stats in usage.decode_experts.layers.items()},
             "read_bytes_per_token": usage.read_bytes_per_token,
             "model_bytes": self.plan.experts + self.plan.trunk_bytes,
             "residency": self.plan.residency,
@@ -216,6 +231,16 @@ class LLM:
         """Counts of expert look-ups and reads since the model was opened."""
         return self._pool.stats if self._pool else CacheStats()
 
+    def warm_start(self, hottest: Iterable[Key]) -> list[Future[bool]]:
+        """Reads the `hottest` (layer, expert) in this order into free slots, in the background.
+
+        Begun reads end by themselves; after the configured `warm` seconds no more are begun. They give way to
+        everything else, so answers may be asked for at once. Each future is True if its expert was read.
+        """
+        if self._pool is None or not self.config.warm:
+            return []
+        return self._pool.warm(hottest, self.config.warm)
+
     def close(self) -> None:
         """Stops the readers and lets the memory go. May be called twice."""
         if self._pool is not None:
@@ -230,15 +255,28 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open_pool(self) -> ExpertPool | None:
+    def _open_pool(self, observers: SequenceOf[Observer]) -> ExpertPool | None:
         placements = [
             Placement(d.device, d.slots.slot_bytes, [n for n in d.layers if n in self.spec.moe_layers])
             for d in self.plan.devices
             if d.slots is not None
         ]
+        config = self.config
         if not placements:
+            if config.prefetch == "on" or config.policy != "auto":
+                raise UsageError(
+                    f"{self.pack.path}: a model without experts has no use for prefetch or policy"
+                )
             return None
-        return ExpertPool.open(self.pack, placements, readers=self.config.readers, verify=self.config.verify)
+        return ExpertPool.open(
+            self.pack,
+            placements,
+            readers=config.readers,
+            verify=config.verify,
+            policy=policy_named(config.policy),
+            prefetch=config.prefetch,
+            observers=observers,
+        )
 
     def _load(self) -> Decoder:
         where = [torch.device(d.device) for d in self.plan.devices for _ in d.layers]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy.typing as npt
 import torch
@@ -19,10 +19,9 @@ from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import ExpertStore, Verify
-from leanmoe.experts.throttle import Duel, Fixed, highest_level
+from leanmoe.experts.throttle import Duel, Fixed, Prefetch, highest_level
 from leanmoe.pack import ExpertLayout, Manifest, Pack
 
-Prefetch = Literal["off", "auto", "on"]
 # With prefetch "on": two experts at once, beside demand reads.
 _FIXED_LEVEL = 3
 # Transitions foresee this many layers, where their tables are small.

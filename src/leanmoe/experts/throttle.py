@@ -8,9 +8,12 @@ from 2 on one more expert at once, beside demand reads.
 
 import math
 import statistics
-from typing import Protocol
+from typing import Literal, Protocol
 
 from leanmoe.experts.readers import Ahead
+
+Prefetch = Literal["off", "auto", "on"]
+"""Nothing is read ahead; as much as makes tokens faster; always as much."""
 
 
 def allowance(level: int) -> Ahead:
