@@ -35,13 +35,26 @@ def chat(
     verify: opt.VerifyMode = "first",
     policy: opt.PolicyName = "auto",
     prefetch: opt.PrefetchMode = "off",
+    predictor: opt.PredictorName = "gate",
 ) -> None:
     """Talk with the model. What both sides said keeps its KV state, so each turn computes only what is new."""
     from leanmoe.cli.generate import show, summary
     from leanmoe.engine.llm import LLM
 
     config = opt.engine_config(
-        memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify, policy, prefetch
+        memory,
+        cache,
+        vram,
+        device,
+        context,
+        kv_type,
+        chunk,
+        threads,
+        readers,
+        verify,
+        policy,
+        prefetch,
+        predictor,
     )
     opening = [{"role": "system", "content": system}] if system is not None else []
     with LLM(pack, **asdict(config)) as llm:

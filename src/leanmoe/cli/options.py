@@ -7,7 +7,7 @@ import typer
 from leanmoe.engine.config import EngineConfig
 from leanmoe.experts.policy import POLICIES
 from leanmoe.experts.store import Verify
-from leanmoe.experts.throttle import Prefetch
+from leanmoe.experts.throttle import Predictor, Prefetch
 from leanmoe.units import parse_bytes
 
 Memory = Annotated[
@@ -42,6 +42,12 @@ PrefetchMode = Annotated[
         "--prefetch", help="Read experts before they are asked for: auto where it makes tokens faster."
     ),
 ]
+PredictorName = Annotated[
+    Predictor,
+    typer.Option(
+        "--predictor", help="What prefetch goes by: the next layers' routers, what followed so far, or both."
+    ),
+]
 PolicyName = Annotated[
     str,
     typer.Option("--policy", help=f"Which expert leaves when a slot is needed: auto, {', '.join(POLICIES)}."),
@@ -74,6 +80,7 @@ def engine_config(
     verify: Verify = "first",
     policy: str = "auto",
     prefetch: Prefetch = "off",
+    predictor: Predictor = "gate",
 ) -> EngineConfig:
     """The flags as one checked object."""
     return EngineConfig(
@@ -89,4 +96,5 @@ def engine_config(
         verify=verify,
         policy=policy,
         prefetch=prefetch,
+        predictor=predictor,
     )

@@ -49,6 +49,7 @@ def run(
     verify: opt.VerifyMode = "first",
     policy: opt.PolicyName = "auto",
     prefetch: opt.PrefetchMode = "off",
+    predictor: opt.PredictorName = "gate",
     stats: Annotated[bool, typer.Option("--stats", help="End with a table of what it took.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one machine-readable record instead.")
@@ -59,7 +60,19 @@ def run(
     from leanmoe.engine.llm import LLM
 
     config = opt.engine_config(
-        memory, cache, vram, device, context, kv_type, chunk, threads, readers, verify, policy, prefetch
+        memory,
+        cache,
+        vram,
+        device,
+        context,
+        kv_type,
+        chunk,
+        threads,
+        readers,
+        verify,
+        policy,
+        prefetch,
+        predictor,
     )
     text = _prompt(prompt, file)
     request: dict[str, Any] = {

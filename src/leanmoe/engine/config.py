@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import policy_named
 from leanmoe.experts.store import Verify
-from leanmoe.experts.throttle import Prefetch
+from leanmoe.experts.throttle import Predictor, Prefetch
 
 PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")
+PREDICTORS: tuple[Predictor, ...] = ("gate", "transitions", "both")
 DEFAULT_WARM_SECONDS = 10.0
 VERIFY_MODES: tuple[Verify, ...] = ("first", "always", "never")
 
@@ -24,7 +25,8 @@ class EngineConfig:
     takes nine tenths of what is free there. `context`: tokens a sequence may hold; None takes the model's own,
     at most 4096. `chunk`: prompt tokens computed at once; None fits it to the budget. `verify`: when an expert
     file's digest is checked. `policy`: which expert leaves when a slot is needed, a name of
-    `experts.policy.POLICIES` or "auto". `prefetch`: whether experts are read before they are asked for.
+    `experts.policy.POLICIES` or "auto". `prefetch`: whether experts are read before they are asked for, as the
+    `predictor` expects (see `ExpertPool.open`).
     `warm`: seconds for which the experts that were used most are read in the background at the start, if the
     pack has a profile; 0 does without.
     """
@@ -41,6 +43,7 @@ class EngineConfig:
     verify: Verify = "first"
     policy: str = "auto"
     prefetch: Prefetch = "off"
+    predictor: Predictor = "gate"
     warm: float = DEFAULT_WARM_SECONDS
 
     def __post_init__(self) -> None:
@@ -55,6 +58,10 @@ class EngineConfig:
         if self.prefetch not in PREFETCH_MODES:
             raise UsageError(
                 f"prefetch mode '{self.prefetch}' is unknown; wanted one of {', '.join(PREFETCH_MODES)}"
+            )
+        if self.predictor not in PREDICTORS:
+            raise UsageError(
+                f"predictor '{self.predictor}' is unknown; wanted one of {', '.join(PREDICTORS)}"
             )
         policy_named(self.policy)
         if not 0 <= self.warm <= 86400:

@@ -25,7 +25,7 @@ from leanmoe.experts.policy import Key, policy_named
 from leanmoe.experts.pool import ExpertPool, Observer, Placement
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
-from leanmoe.experts.throttle import Prefetch
+from leanmoe.experts.throttle import Predictor, Prefetch
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -83,6 +83,7 @@ class LLM:
         verify: Verify = "first",
         policy: str = "auto",
         prefetch: Prefetch = "off",
+        predictor: Predictor = "gate",
         warm: float = DEFAULT_WARM_SECONDS,
         observers: SequenceOf[Observer] = (),
     ) -> None:
@@ -99,6 +100,7 @@ class LLM:
             verify=verify,
             policy=policy,
             prefetch=prefetch,
+            predictor=predictor,
             warm=warm,
         )
         self.pack: Pack = open_pack(path)
@@ -275,6 +277,7 @@ class LLM:
             verify=config.verify,
             policy=policy_named(config.policy),
             prefetch=config.prefetch,
+            predictor=config.predictor,
             observers=observers,
         )
 

@@ -218,15 +218,15 @@ class ExpertCache:
         """
         return [self._readers.submit_background(partial(self._preload_one, key, until)) for key in keys]
 
-    def read_ahead(self, key: Key, *, sure: bool) -> bool:
+    def read_ahead(self, key: Key) -> bool:
         """In a reader thread: reads an expert that nobody asked for yet; False if it was dropped.
 
-        It takes a free slot, or one whose expert the policy says is worth less; if it is `sure` to be picked,
-        the one worth least. Never one that is pinned, or of a guess whose layer is still to come. Guesses that
-        nobody used have a cap in bytes (see `Speculation`). An expert that is there already is dropped.
+        It takes a free slot, or the one that the policy would give to a pick: most policies know nothing of
+        the prediction, and would refuse an expert for having been rare up to now. Never one that is pinned, or
+        of a guess whose layer is still to come. Guesses that nobody used have a cap in bytes (`Speculation`).
         """
         with self._lock:
-            slot = self._claim_ahead(key, Phase.DECODE if sure else Phase.PRELOAD)
+            slot = self._claim_ahead(key)
             if slot is None:
                 self._counters.ahead(key[0]).dropped += 1
                 return False
@@ -361,7 +361,7 @@ class ExpertCache:
         self._give(slot, key, phase)
         return slot
 
-    def _claim_ahead(self, key: Key, phase: Phase) -> _Slot | None:
+    def _claim_ahead(self, key: Key) -> _Slot | None:
         shelf = self._shelves[key[0]]
         if self._closed or key in self._resident or shelf.starved:
             return None
@@ -372,7 +372,7 @@ class ExpertCache:
             self._give(slot, key, Phase.PRELOAD)
             return slot
         else:
-            victim = shelf.policy.victim(key, phase, self._awaited)
+            victim = shelf.policy.victim(key, Phase.DECODE, self._awaited)
         if victim is None:
             return None
         slot = self._evict(victim)

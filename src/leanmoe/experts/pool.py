@@ -1,5 +1,6 @@
 """All the experts of a model: its layers divided between the caches of one or more devices."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -19,14 +20,12 @@ from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import ExpertStore, Verify
-from leanmoe.experts.throttle import Duel, Fixed, Prefetch, highest_level
+from leanmoe.experts.throttle import Duel, Fixed, Predictor, Prefetch, highest_level
 from leanmoe.pack import ExpertLayout, Manifest, Pack
 
 # With prefetch "on": two experts at once, beside demand reads.
 _FIXED_LEVEL = 3
-# Transitions foresee this many layers, where their tables are small.
-_DISTANCES = 2
-_TRANSITION_BYTES = 8 << 20
+_DISTANCES = 2  # layers that transitions foresee
 
 
 class Observer(Protocol):
@@ -64,6 +63,7 @@ class ExpertPool:
         readers: Readers,
         *,
         prefetch: Prefetch = "off",
+        predictor: Predictor = "gate",
         observers: Sequence[Observer] = (),
     ) -> None:
         self.caches = tuple(caches)
@@ -75,6 +75,12 @@ class ExpertPool:
         self._wants_router = any(policy.wants_router for policy in policies)
         self._wants_predictions = any(policy.wants_predictions for policy in policies)
         self._prefetcher = self._make_prefetcher(prefetch)
+        self.looks_ahead = self.predicting and predictor != "transitions"
+        """Whether the model should apply the next layers' routers."""
+        self._transitions = None
+        self._learning = threading.Lock()
+        if self.predicting and predictor != "gate":
+            self._transitions = Transitions({i: m.expert_count for i, m in self._layers.items()}, _DISTANCES)
 
     @classmethod
     def open(
@@ -86,13 +92,17 @@ class ExpertPool:
         verify: Verify = "first",
         policy: Callable[[SlotClass], Policy] = LRU,
         prefetch: Prefetch = "off",
+        predictor: Predictor = "gate",
         observers: Sequence[Observer] = (),
         direct: bool = True,
     ) -> Self:
         """A pool over `pack` with one cache per placement and `readers` reading threads for all of them.
 
         `prefetch` says whether experts are read before they are asked for: "off", "on" (always as much), or
-        "auto" (as much as makes tokens faster). `observers` are told of every routing.
+        "auto" (as much as makes tokens faster). `predictor` says from what: the next layers' routers applied
+        to the present state ("gate"), what followed the present picks so far ("transitions"), or the latter
+        from two layers ahead, confirmed or taken back by the former ("both"). `observers` are told of every
+        routing.
 
         Raises `BudgetError` if a budget is below its floor, `UsageError` if the placements do not name every
         layer once, `UnsupportedError` for a device that is not there.
@@ -107,7 +117,7 @@ class ExpertPool:
         except BaseException:
             threads.close()
             raise
-        return cls(store, caches, threads, prefetch=prefetch, observers=observers)
+        return cls(store, caches, threads, prefetch=prefetch, predictor=predictor, observers=observers)
 
     def acquire(self, layer: int, experts: Sequence[int], phase: Phase = Phase.DECODE) -> Acquire:
         """Groups of leases for the distinct `experts` of `layer`, as they become ready; see `ExpertCache`."""
@@ -146,9 +156,15 @@ class ExpertPool:
             observer.record(phase, layer, experts, weights, probabilities)
 
     def visit(self, layer: int, phase: Phase, experts: Sequence[int]) -> None:
-        """After `acquire`: `layer` was reached, so what was expected of it is over; see `Prefetcher`."""
+        """After `acquire`: the router of `layer` picked `experts`, so what was expected of it is over."""
         if self._prefetcher is not None:
             self._prefetcher.visit(layer, phase, experts)
+        if self._transitions is not None and phase is Phase.DECODE:
+            with self._learning:
+                self._transitions.observe(layer, experts)
+                ahead = list(self._transitions.ahead()) if self.expecting else []
+            for target, chances in ahead[1:] if self.looks_ahead else ahead:
+                self.expect(target, chances)
 
     def expect(self, layer: int, chances: npt.NDArray[Any]) -> None:
         """A predictor's word: `layer` will pick each of its experts with these `chances`, [experts] in 0 to 1.
@@ -208,10 +224,7 @@ class ExpertPool:
             return None
         highest = highest_level(self._readers.count)
         throttle = Duel(highest) if mode == "auto" else Fixed(min(_FIXED_LEVEL, highest))
-        counts = {layer: facts.expert_count for layer, facts in self._layers.items()}
-        size = 4 * len(counts) * _DISTANCES * max(counts.values()) ** 2
-        transitions = Transitions(counts, _DISTANCES) if size <= _TRANSITION_BYTES else None
-        return Prefetcher(self._cache_of, self._readers, throttle, transitions)
+        return Prefetcher(self._cache_of, self._readers, throttle)
 
     def close(self) -> None:
         """Fails whoever waits, ends the reading threads and frees the slots; may be called again."""

@@ -17,21 +17,20 @@ import numpy.typing as npt
 
 from leanmoe.experts.cache import ExpertCache
 from leanmoe.experts.policy import Key, Phase
-from leanmoe.experts.predict import Transitions
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.throttle import Throttle, allowance
 
-LEAST_CHANCE = 0.35
-"""A less likely expert is not read ahead."""
-# From here on a guess takes the policy's least valuable slot, like a pick: most policies know nothing of the
-# prediction, and would refuse an expert because it was rare up to now.
-_SURE = 0.5
+LEAST_CHANCE = 0.3
+"""A read ahead must be asked for with this chance."""
+_BINS = 10
+_MEMORY = 256  # expectations that a bin's rate is the mean over
 
 
 class Prefetcher:
     """Queues reads of what is expected; `caches` serve the layers. Any number of threads may use it.
 
-    `transitions`, if given, expects what is two layers and more ahead, from the picks.
+    An expert that is likely is mostly resident already, so one that is not is less likely to be picked than
+    its predictor says. How often such experts were picked is learned, for each tenth of the predicted chance.
     """
 
     def __init__(
@@ -39,17 +38,18 @@ class Prefetcher:
         caches: Mapping[int, ExpertCache],
         readers: Readers,
         throttle: Throttle,
-        transitions: Transitions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._caches = caches
         self._readers = readers
         self._throttle = throttle
-        self._transitions = transitions
         self._clock = clock
         self._lock = threading.Lock()
         self._row = {layer: row for row, layer in enumerate(sorted(caches))}
-        self._queued: dict[int, dict[int, None]] = {layer: {} for layer in caches}
+        self._queued: dict[int, set[int]] = {layer: set() for layer in caches}
+        self._expected: dict[int, dict[int, int]] = {layer: {} for layer in caches}  # expert -> bin
+        self._rates = [(b + 0.5) / _BINS for b in range(_BINS)]
+        self._weights = [4] * _BINS
         self._visits = 0  # of layers, in decoding
         self._last = -1  # row visited last
         self._rows_seen = 0
@@ -67,8 +67,7 @@ class Prefetcher:
         row = self._row[layer]
         with self._lock:
             if phase is not Phase.DECODE:
-                self._rows_seen = 0  # a token beside a prompt is not to be compared
-                self._last = -1
+                self._rows_seen, self._last = 0, -1  # a token beside a prompt is not to be compared
                 return
             now = self._clock()
             if row <= self._last or self._last < 0:
@@ -76,53 +75,59 @@ class Prefetcher:
             self._last, self._ended = row, now
             self._rows_seen += 1
             self._visits += 1
-            self._take_back(layer, list(self._queued[layer]))
-            if self._transitions is not None:
-                self._transitions.observe(layer, experts)
-                if self._throttle.level:
-                    for target, chances in self._transitions.ahead():
-                        if self._row[target] > row + 1:
-                            self._expect(target, chances)
+            if self._queued[layer]:
+                self._take_back(layer, list(self._queued[layer]))
+            if self._expected[layer]:
+                self._learn(self._expected[layer], experts)
 
     def expect(self, layer: int, chances: npt.NDArray[Any]) -> None:
         """The next visit of `layer` will pick each of its experts with these `chances`, [experts] in 0 to 1."""
-        if self._throttle.level:
-            with self._lock:
-                self._expect(layer, chances)
-
-    def _expect(self, layer: int, chances: npt.NDArray[Any]) -> None:
-        cache, queued = self._caches[layer], self._queued[layer]
-        likely = [e for e in np.flatnonzero(chances >= LEAST_CHANCE).tolist() if not cache.holds((layer, e))]
-        if queued:
-            self._take_back(layer, [expert for expert in queued if expert not in likely])
-        due = self._visits + (self._row[layer] - self._last) % len(self._row)
-        for expert in likely:
-            if expert not in queued:
-                chance = float(chances[expert])
-                queued[expert] = None
-                read = partial(self._read, cache, (layer, expert), sure=chance >= _SURE)
-                if not self._readers.submit_ahead((layer, expert), due - chance / 2, read):
-                    del queued[expert]
-
-    def _read(self, cache: ExpertCache, key: Key, *, sure: bool) -> None:
+        if not self._throttle.level:
+            return
         with self._lock:
-            self._queued[key[0]].pop(key[1], None)
-        cache.read_ahead(key, sure=sure)
+            cache, queued, expected = self._caches[layer], self._queued[layer], self._expected[layer]
+            due = self._visits + (self._row[layer] - self._last) % len(self._row)
+            missing = {}
+            for expert in np.flatnonzero(chances >= 1 / _BINS).tolist():
+                if not cache.holds((layer, expert)):
+                    expected[expert] = min(_BINS - 1, int(chances[expert] * _BINS))
+                    chance = self._rates[expected[expert]]
+                    if chance >= LEAST_CHANCE:
+                        missing[expert] = chance
+            if queued:
+                self._take_back(layer, [expert for expert in queued if expert not in missing])
+            for expert, chance in missing.items():
+                if expert not in queued:
+                    queued.add(expert)
+                    read = partial(self._read, cache, (layer, expert))
+                    if not self._readers.submit_ahead((layer, expert), due - chance / 2, read):
+                        queued.discard(expert)
+
+    def _learn(self, expected: dict[int, int], picked: Sequence[int]) -> None:
+        for expert, b in expected.items():
+            self._weights[b] = min(self._weights[b] + 1, _MEMORY)
+            self._rates[b] += ((expert in picked) - self._rates[b]) / self._weights[b]
+        expected.clear()
+
+    def _read(self, cache: ExpertCache, key: Key) -> None:
+        with self._lock:
+            self._queued[key[0]].discard(key[1])
+        cache.read_ahead(key)
 
     def _take_back(self, layer: int, experts: Sequence[int]) -> None:
         taken = [expert for expert in experts if self._readers.cancel_ahead((layer, expert))]
         if taken:
-            for expert in taken:
-                del self._queued[layer][expert]
+            self._queued[layer].difference_update(taken)
             self._caches[layer].drop_ahead(layer, len(taken))
 
     def _begin_token(self, now: float) -> None:
         """Tells the throttle of the last token, if it passed through every layer, and asks how to go on."""
+        totals = self._totals()
         if self._rows_seen == len(self._row) > 1:
-            issued, used = self._totals()
-            self._throttle.token(self._ended - self._began, issued - self._before[0], used - self._before[1])
+            issued, used = totals[0] - self._before[0], totals[1] - self._before[1]
+            self._throttle.token(self._ended - self._began, issued, used)
             self._readers.allow_ahead(allowance(self._throttle.level))
-        self._before = self._totals()
+        self._before = totals
         self._began, self._rows_seen = now, 0
 
     def _totals(self) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from leanmoe.experts.readers import Ahead
 
 Prefetch = Literal["off", "auto", "on"]
 """Nothing is read ahead; as much as makes tokens faster; always as much."""
+Predictor = Literal["gate", "transitions", "both"]
+"""See `ExpertPool.open`."""
 
 
 def allowance(level: int) -> Ahead:

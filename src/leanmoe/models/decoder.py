@@ -15,8 +15,6 @@ from leanmoe.models.state import SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
 
-LOOK_AHEAD_LAYERS = 1
-
 
 class Layer:
     """`h = x + attention(norm1(x)); y = h + ffn(norm2(h))`."""
@@ -73,8 +71,11 @@ class Decoder:
         routed = [(layer, layer.ffn) for layer in self.layers if isinstance(layer.ffn, MoE)]
         for device in dict.fromkeys(self.devices):
             here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
-            gates = [Gate(moe.layer, layer.norm2, moe.router, moe.router_spec.top_k) for layer, moe in here]
-            for (_, moe), ahead in zip(here, attach(pool, gates, LOOK_AHEAD_LAYERS), strict=True):
+            gates = [
+                Gate(moe.layer, layer.norm2, moe.router, moe.router_spec.experts, moe.router_spec.top_k)
+                for layer, moe in here
+            ]
+            for (_, moe), ahead in zip(here, attach(pool, gates), strict=True):
                 moe.look_ahead = ahead
 
     @torch.inference_mode()

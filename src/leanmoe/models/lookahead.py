@@ -4,10 +4,12 @@ The hidden state changes little from layer to layer, so a later layer's norm and
 state, name most of the experts that layer will pick.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from leanmoe.experts.policy import Phase
@@ -17,79 +19,83 @@ from leanmoe.models.norm import RMSNorm
 
 # With more tokens than this the picks cover much of a layer, and demand reads fill the disk.
 MOST_TOKENS = 4
-# A rank's chance is the mean over about so many visits of a layer.
-_MEMORY = 256
+_MEMORY = 64  # choices that a rate is the mean over
+_MARGINS = (0.1, 0.3, 0.8)
+Chances = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A layer's norm before its router, the router [experts, hidden], and how many experts it picks."""
+    """A layer's norm before its router, and the router [experts, hidden], which picks `top_k`."""
 
     layer: int
     norm: RMSNorm
     router: Weight
+    experts: int
     top_k: int
 
 
 class LookAhead:
-    """Tells the pool, after each routing of the layer of `own`, what `later` gates will probably pick.
+    """Tells the pool, after each routing of the layer of `own`, what the `later` gates will probably pick.
 
-    The i-th choice of a later router is given the chance that i-th choices came true with up to now: `ranks`,
-    shared by all layers at the same distance.
+    `experience`, for each of these, turns a router's choices into chances; it is shared by the layers.
     """
 
-    def __init__(self, pool: ExpertPool, own: Gate, later: Sequence[Gate], ranks: Sequence["Ranks"]) -> None:
-        self._pool, self._own, self._later, self._ranks = pool, own, tuple(later), tuple(ranks)
+    def __init__(
+        self, pool: ExpertPool, own: Gate, later: Sequence[Gate], experience: Sequence["Experience"]
+    ) -> None:
+        self._pool, self._own, self._later = pool, own, tuple(later)
+        self._experience = tuple(experience)
 
     def __call__(self, phase: Phase, h: torch.Tensor, picked: Sequence[int]) -> None:
         """`h` [N, hidden] after this layer's attention; its router `picked` these experts for the N tokens."""
-        pool = self._pool
-        pool.visit(self._own.layer, phase, picked)
+        pool, layer = self._pool, self._own.layer
+        pool.visit(layer, phase, picked)
         if phase is not Phase.DECODE or len(h) > MOST_TOKENS or not pool.expecting:
             return
-        for ranks in self._ranks:
-            ranks.learn(self._own.layer, picked)
-        for gate, ranks in zip(self._later, self._ranks, strict=False):
-            logits = linear(gate.router, gate.norm(h))
-            choices = logits.topk(min(ranks.width, logits.shape[1]), dim=-1).indices.tolist()
-            pool.expect(gate.layer, ranks.chances(gate.layer, choices, logits.shape[1]))
+        for experience in self._experience:
+            experience.learn(layer, picked)
+        for gate, experience in zip(self._later, self._experience, strict=False):
+            logits, ids = linear(gate.router, gate.norm(h)).topk(experience.width, dim=-1)
+            pool.expect(gate.layer, experience.chances(gate.layer, logits.tolist(), ids.tolist()))
 
 
-class Ranks:
-    """How often a predicted layer's first, second, ... choice came true, `width` of them."""
+class Experience:
+    """How often a predicted router's choices came true.
 
-    def __init__(self, top_k: int) -> None:
-        self.width = 2 * top_k + 2
-        self._came_true = [0.5] * top_k + [0.1] * (self.width - top_k)
-        self._seen = 0
-        self._predicted: dict[int, list[int]] = {}
+    For the i-th best of `experts`, it is told apart by how far its logit is from the last winner's or the
+    first loser's (the border it would have to cross), in four steps. Covers `width` choices.
+    """
 
-    def chances(
-        self, layer: int, choices: list[list[int]], experts: int
-    ) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-        """Chances [experts] from the choices of each token, best first."""
-        found = np.zeros(experts, np.float32)
-        for chosen in choices:
-            for expert, chance in zip(chosen, self._came_true, strict=False):
-                if chance > found[expert]:
-                    found[expert] = chance
-        if len(choices) == 1:
-            self._predicted[layer] = choices[0]
+    def __init__(self, experts: int, top_k: int) -> None:
+        self.width = min(experts, 2 * top_k + 2)
+        self._experts, self._top_k = experts, min(top_k, experts - 1)
+        start = [0.6 if rank < top_k else 0.1 for rank in range(self.width)]
+        self._rates = [[rate] * (len(_MARGINS) + 1) for rate in start]
+        self._predicted: dict[int, list[tuple[int, list[float], int]]] = {}
+
+    def chances(self, layer: int, logits: list[list[float]], ids: list[list[int]]) -> Chances:
+        """Chances [experts] from each token's best logits and their experts, best first."""
+        found = np.zeros(self._experts, np.float32)
+        cells: list[tuple[int, list[float], int]] = []
+        for values, chosen in zip(logits, ids, strict=True):
+            winner, loser = values[self._top_k - 1], values[self._top_k]
+            for rank, (value, expert) in enumerate(zip(values, chosen, strict=True)):
+                margin = value - loser if rank < self._top_k else winner - value
+                step = bisect(_MARGINS, margin)
+                cells.append((expert, self._rates[rank], step))
+                found[expert] = max(found[expert], self._rates[rank][step])
+        self._predicted[layer] = cells if len(ids) == 1 else []
         return found
 
     def learn(self, layer: int, picked: Sequence[int]) -> None:
         """The layer picked these experts: compares with what was predicted last, if it was for one token."""
-        chosen = self._predicted.pop(layer, None)
-        if chosen is None:
-            return
-        self._seen += 1
-        rate = 1 / min(self._seen + 8, _MEMORY)
-        true = self._came_true
-        for rank, expert in enumerate(chosen):
-            true[rank] += rate * ((expert in picked) - true[rank])
+        for expert, rates, step in self._predicted.pop(layer, ()):
+            rates[step] += ((expert in picked) - rates[step]) / _MEMORY
 
 
-def attach(pool: ExpertPool, gates: Sequence[Gate], distances: int) -> list[LookAhead]:
-    """A look-ahead for each of the `gates` (layers in order), to the gates up to `distances` further on."""
-    ranks = [Ranks(gates[0].top_k) for _ in range(distances)] if gates else []
-    return [LookAhead(pool, gate, gates[i + 1 : i + 1 + distances], ranks) for i, gate in enumerate(gates)]
+def attach(pool: ExpertPool, gates: Sequence[Gate]) -> list[LookAhead]:
+    """A look-ahead from each of the `gates` (layers in order) to the next; to none if the pool does without."""
+    experience = [Experience(gates[0].experts, gates[0].top_k)] if gates else []
+    later = [gates[i + 1 : i + 2] if pool.looks_ahead else [] for i in range(len(gates))]
+    return [LookAhead(pool, gate, after, experience) for gate, after in zip(gates, later, strict=True)]
