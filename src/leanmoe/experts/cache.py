@@ -32,10 +32,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy.typing as npt
-import torch
 
 from leanmoe.errors import LeanError
-from leanmoe.experts.device import Device, Fence
+from leanmoe.experts.device import Device
+from leanmoe.experts.lease import Lease, Slot
 from leanmoe.experts.policy import LRU, Key, Phase, Policy
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan
@@ -49,51 +49,10 @@ _RECLAIM_SECONDS = 1.0
 _GUESS_SHARE = 8
 
 
-class Lease:
-    """One expert in a slot: `data` is its whole file, uint8 [file_bytes], on the cache's device.
-
-    Valid until the iterator that yielded it is asked for its next group or closed; read-only.
-    """
-
-    __slots__ = ("data", "expert", "layer")
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.layer, self.expert, self.data = -1, -1, data
-
-
-class _Slot(Lease):
-    """A lease is the slot itself, so that a hit allocates nothing.
-
-    `waiting` lists the acquires to tell when the read ends, and is None once the bytes are there.
-    """
-
-    __slots__ = ("fence", "fresh", "guessed", "key", "pins", "waiting")
-
-    def __init__(self, data: torch.Tensor) -> None:
-        super().__init__(data)
-        self.key: Key = (-1, -1)
-        self.pins = 0
-        self.guessed = self.fresh = False  # see `Speculation`
-        self.waiting: list[Acquire] | None = None
-        self.fence: Fence = None
-
-    def assign(self, key: Key) -> None:
-        self.key = key
-        self.layer, self.expert = key
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.numel()
-
-    @property
-    def arrived(self) -> bool:
-        return self.waiting is None
-
-
 class _Shelf:
     """The slots of one size class, free ones apart, with the policy that rules them."""
 
-    def __init__(self, facts: SlotClass, slots: list[_Slot], policy: Policy) -> None:
+    def __init__(self, facts: SlotClass, slots: list[Slot], policy: Policy) -> None:
         self.facts = facts
         self.free = slots
         self.policy = policy
@@ -116,9 +75,9 @@ class Acquire(Iterator[list[Lease]]):
         self.layer = layer
         self.phase = phase
         self.deferred: deque[Key] = deque()  # not yet given a slot
-        self.reading: list[_Slot] = []  # pinned, on their way
-        self.ready: list[_Slot] = []  # pinned, to be handed out
-        self.held: Sequence[_Slot] = ()  # pinned, handed out
+        self.reading: list[Slot] = []  # pinned, on their way
+        self.ready: list[Slot] = []  # pinned, to be handed out
+        self.held: Sequence[Slot] = ()  # pinned, handed out
         self.error: Exception | None = None
 
     def __next__(self) -> list[Lease]:
@@ -160,7 +119,7 @@ class ExpertCache:
         self._store = store
         self._device = device
         self._readers = readers
-        self._resident: dict[Key, _Slot] = {}
+        self._resident: dict[Key, Slot] = {}
         self._dropped: deque[Acquire] = deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -173,7 +132,7 @@ class ExpertCache:
         arena, start = device.allocate(plan.slot_bytes), 0
         for c in plan.classes:
             end = start + c.bytes
-            slots = [_Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
+            slots = [Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
             shelf = _Shelf(c, slots, policy(c))
             self._shelves |= dict.fromkeys(c.layers, shelf)
             start = end
@@ -336,7 +295,7 @@ class ExpertCache:
             acquire.deferred.popleft()
             self._promise(slot, acquire)
 
-    def _promise(self, slot: _Slot, acquire: Acquire) -> None:
+    def _promise(self, slot: Slot, acquire: Acquire) -> None:
         slot.pins += 1
         if slot.guessed:
             self._guesses.used(slot)
@@ -346,7 +305,7 @@ class ExpertCache:
             slot.waiting.append(acquire)
             acquire.reading.append(slot)
 
-    def _claim(self, shelf: _Shelf, key: Key, phase: Phase) -> _Slot | None:
+    def _claim(self, shelf: _Shelf, key: Key, phase: Phase) -> Slot | None:
         """A slot for `key`, pinned for the reader; None if every slot is pinned."""
         if shelf.free:
             slot = shelf.free.pop()
@@ -361,7 +320,7 @@ class ExpertCache:
         self._give(slot, key, phase)
         return slot
 
-    def _claim_ahead(self, key: Key) -> _Slot | None:
+    def _claim_ahead(self, key: Key) -> Slot | None:
         shelf = self._shelves[key[0]]
         if self._closed or key in self._resident or shelf.starved:
             return None
@@ -383,7 +342,7 @@ class ExpertCache:
         slot = self._resident[key]
         return slot.pins > 0 or slot.fresh
 
-    def _evict(self, victim: Key) -> _Slot:
+    def _evict(self, victim: Key) -> Slot:
         slot = self._resident.pop(victim)
         if slot.guessed:
             self._guesses.wasted(slot)
@@ -391,7 +350,7 @@ class ExpertCache:
         self._counters.evictions += 1
         return slot
 
-    def _give(self, slot: _Slot, key: Key, phase: Phase) -> None:
+    def _give(self, slot: Slot, key: Key, phase: Phase) -> None:
         slot.assign(key)
         slot.pins, slot.waiting = 1, []
         self._resident[key] = slot
@@ -424,7 +383,7 @@ class ExpertCache:
             acquire.shelf.starved.remove(acquire)
             self._changed.notify_all()  # the next in the queue may claim now
 
-    def _read(self, slot: _Slot) -> Exception | None:
+    def _read(self, slot: Slot) -> Exception | None:
         """In a reader thread: fills the slot, then hands it to those who wait for it, or frees it."""
         error: Exception | None = None
         try:
@@ -448,7 +407,7 @@ class ExpertCache:
             self._changed.notify_all()
         return error
 
-    def _free(self, slot: _Slot) -> None:
+    def _free(self, slot: Slot) -> None:
         if not self._closed:
             shelf = self._shelves[slot.layer]
             if slot.guessed:

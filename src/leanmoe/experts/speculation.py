@@ -1,25 +1,10 @@
 """Slots that hold an expert nobody has asked for yet: how many there may be, and what became of them."""
 
 from collections.abc import Callable
-from typing import Protocol
 
+from leanmoe.experts.lease import Slot
 from leanmoe.experts.policy import Key
 from leanmoe.experts.stats import Counters
-
-
-class GuessedSlot(Protocol):
-    """What is asked of a slot here. `guessed`: read ahead and not used since; `fresh`: its layer is still to come."""
-
-    key: Key
-    pins: int
-    guessed: bool
-    fresh: bool
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def arrived(self) -> bool: ...
 
 
 class Speculation:
@@ -33,7 +18,7 @@ class Speculation:
         self.limit = limit
         self.nbytes = 0
         self._counters = counters
-        self._slots: dict[Key, GuessedSlot] = {}  # oldest first
+        self._slots: dict[Key, Slot] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -46,14 +31,14 @@ class Speculation:
         slots = self._slots.items()
         return next((k for k, slot in slots if not slot.fresh and not slot.pins and wanted(k)), None)
 
-    def begin(self, slot: GuessedSlot) -> None:
+    def begin(self, slot: Slot) -> None:
         """`slot` was claimed for a read ahead, which starts now."""
         slot.guessed = slot.fresh = True
         self._slots[slot.key] = slot
         self.nbytes += slot.nbytes
         self._counters.ahead(slot.key[0]).issued += 1
 
-    def used(self, slot: GuessedSlot) -> None:
+    def used(self, slot: Slot) -> None:
         """Someone asked for the expert: in time, or while it was still being read."""
         counts = self._counters.ahead(slot.key[0])
         if slot.arrived:
@@ -62,7 +47,7 @@ class Speculation:
             counts.late += 1
         self._end(slot)
 
-    def wasted(self, slot: GuessedSlot) -> None:
+    def wasted(self, slot: Slot) -> None:
         """The slot is evicted, or its read failed, before anyone asked for it."""
         self._counters.ahead(slot.key[0]).wasted += 1
         self._end(slot)
@@ -73,7 +58,7 @@ class Speculation:
             if key[0] == layer:
                 slot.fresh = False
 
-    def _end(self, slot: GuessedSlot) -> None:
+    def _end(self, slot: Slot) -> None:
         slot.guessed = slot.fresh = False
         del self._slots[slot.key]
         self.nbytes -= slot.nbytes

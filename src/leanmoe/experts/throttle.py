@@ -123,13 +123,11 @@ class Duel:
             return
         assert self.challenger is not None
         mean, error = statistics.fmean(self._pairs), statistics.stdev(self._pairs) / math.sqrt(n)
-        if mean + self.certainty * error < 0 or (n >= self.most and self.challenger < self.kept):
-            if mean - self.certainty * error > 0:
-                self._settle(again=True)
-                return
+        faster, slower = mean + self.certainty * error < 0, mean - self.certainty * error > 0
+        if faster or (n >= self.most and not slower and self.challenger < self.kept):
             self.kept = self.challenger
             self._settle(again=False)
-        elif mean - self.certainty * error > 0 or n >= self.most:
+        elif slower or n >= self.most:
             self._settle(again=True)
 
     def _settle(self, *, again: bool) -> None:
