@@ -50,6 +50,19 @@ def test_run_json_is_one_record_equal_to_what_is_streamed(path: Path) -> None:
     assert record["completion_tokens"] == len(record["tokens"])
 
 
+def test_run_says_what_prefetch_did(path: Path) -> None:
+    """Who switches prefetch on must see whether it helps: useful, late, wasted, dropped; in JSON by layer."""
+    arguments = ("run", path, "-p", "Hello", "-n", "8", "--ignore-eos", "--temp", "0", "--prefetch", "on")
+    shown = lean(*arguments, "--stats").stderr
+    assert all(word in shown for word in ("waited for reads", "useful", "late", "wasted", "dropped"))
+    record = json.loads(lean(*arguments, "--json").stdout)
+    names = {"issued", "useful", "late", "wasted", "dropped", "read_bytes"}
+    assert set(record["prefetch"]) == names
+    for layer in record["layers"].values():
+        assert {"hits", "joined", "misses", "stall_seconds"} < set(layer)
+        assert set(layer["prefetch"]) == names
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -59,6 +72,9 @@ def test_run_json_is_one_record_equal_to_what_is_streamed(path: Path) -> None:
         (["run", "PACK", "-p", "x", "--temp", "-3"], 2, "temperature"),
         (["run", "PACK", "-p", "x", "--no-such-flag"], 2, "no-such-flag"),
         (["run", "PACK", "-p", "x", "--device", "cuda:9", "--vram", "1GiB"], 1, "cuda"),
+        (["run", "PACK", "-p", "x", "--prefetch", "sometimes"], 2, "prefetch"),
+        (["run", "PACK", "-p", "x", "--prefetch", "on", "--readers", "1"], 2, "readers"),
+        (["run", "PACK", "-p", "x", "--policy", "clairvoyant"], 2, "clairvoyant"),
         (["run", "GGUF", "-p", "x"], 2, "lean pack"),
         (["run", "nowhere.lmpack", "-p", "x"], 2, "nowhere.lmpack"),
         (["plan", "GGUF", "--context", "99999999"], 2, "context"),

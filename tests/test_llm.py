@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import leanmoe
 from leanmoe import LLM, BudgetError, LeanError, UsageError
 from leanmoe.engine.config import EngineConfig
+from leanmoe.experts.policy import Phase
 from leanmoe.pack import pack_gguf
 
 PROMPT = "The quick brown fox"
@@ -132,6 +134,11 @@ def test_a_budget_below_the_floor_is_refused_and_the_named_one_works(path: Path)
         {"verify": "maybe"},
         {"context": 0},
         {"readers": 0},
+        {"prefetch": "maybe"},
+        {"prefetch": "on", "readers": 1},
+        {"predictor": "oracle"},
+        {"policy": "clairvoyant"},
+        {"warm": -1},
     ],
 )
 def test_settings_that_cannot_be_honoured_are_errors(path: Path, settings: dict[str, object]) -> None:
@@ -148,6 +155,49 @@ def test_a_context_longer_than_the_models_own_is_refused(path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_an_error(path: Path) -> None:
     with pytest.raises(LeanError, match="cuda"):
         LLM(path, devices=("cuda:0",), vram=1 << 30)
+
+
+def test_warm_start_reads_what_it_is_given_beside_the_first_answer(path: Path) -> None:
+    """The experts of the last conversation are there early, and the answer is the same."""
+    with LLM(path, context=128) as cold:
+        want = cold.generate(PROMPT, max_tokens=8, temperature=0)
+        hottest = [(0, 1), (1, 0), (1, 2)]
+    with LLM(path, context=128) as warm:
+        futures = warm.warm_start(hottest)
+        assert warm.generate(PROMPT, max_tokens=8, temperature=0).tokens == want.tokens
+        assert len([future.result(20) for future in futures]) == len(hottest)
+        assert warm._pool is not None
+        assert set(hottest) <= set(warm._pool.resident())
+    with LLM(path, context=128, warm=0) as off:
+        assert off.warm_start(hottest) == []
+
+
+def test_observers_are_told_of_every_routing(path: Path) -> None:
+    """Profiles and traces are made of this: a lost token would be learned wrongly."""
+    seen: list[tuple[Phase, int, int]] = []
+
+    class Notes:
+        def record(self, phase: Phase, layer: int, experts: Any, weights: Any, probabilities: Any) -> None:
+            assert experts.shape == weights.shape
+            assert len(probabilities) == len(experts)
+            assert (probabilities.argmax(-1) == experts[:, 0]).all()
+            seen.append((phase, layer, len(experts)))
+
+    with LLM(path, context=128, observers=[Notes()]) as llm:
+        done = llm.generate([1] * 10, max_tokens=5, temperature=0, ignore_eos=True)
+        layers = sorted(llm.spec.moe_layers)
+    assert len(done.tokens) == 5
+    assert seen[: len(layers)] == [(Phase.PREFILL, layer, 10) for layer in layers]
+    assert seen[len(layers) :] == [(Phase.DECODE, layer, 1) for _ in range(4) for layer in layers]
+
+
+def test_a_dense_model_has_no_use_for_prefetch(tmp_path: Path) -> None:
+    from oracles.tiny import tiny_gguf
+
+    dense = pack_gguf(tiny_gguf(tmp_path / "dense.gguf", "qwen3", "Q8_0").path, tmp_path / "dense.lmpack")
+    for settings in ({"prefetch": "on"}, {"policy": "lru"}):
+        with pytest.raises(UsageError, match="without experts"):
+            LLM(dense, context=64, **settings)
 
 
 def test_defaults_are_valid() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from leanmoe import LLM
+from leanmoe.experts.policy import POLICIES
 from leanmoe.models.batch import Batch
 from leanmoe.pack import open_pack, pack_gguf
 
@@ -74,6 +75,54 @@ def test_streamed_equals_resident_bit_for_bit(arch: str, packed: PackTiny) -> No
         assert llm.stats.evictions > 0
     assert torch.equal(streamed, resident)
     assert torch.equal(streamed_decoded, decoded)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "auto", "on"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_policy_and_no_prefetch_changes_a_bit(policy: str, prefetch: Any, packed: PackTiny) -> None:
+    """What is kept and what is read ahead may change the time of an answer, never the answer."""
+    _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
+    with LLM(path) as llm:
+        resident, decoded = llm.logits(TOKENS[:48]), _decode(llm, TOKENS)
+    with LLM(path, cache=2 * _floor(path), policy=policy, prefetch=prefetch) as llm:
+        assert llm.plan.residency < 1.0
+        assert torch.equal(llm.logits(TOKENS[:48]), resident)
+        assert torch.equal(_decode(llm, TOKENS), decoded)
+        assert llm.stats.evictions > 0
+        assert (llm.stats.prefetch.issued > 0) == (prefetch != "off")
+
+
+@pytest.mark.parametrize("arch", MOE)
+@pytest.mark.parametrize("predictor", ["gate", "transitions", "both"])
+def test_no_predictor_changes_a_bit(arch: str, predictor: Any, packed: PackTiny) -> None:
+    _, path = packed(arch, "Q8_0")
+    with LLM(path) as llm:
+        decoded = _decode(llm, TOKENS[:40])
+    with LLM(path, cache=_floor(path), prefetch="on", predictor=predictor) as llm:
+        assert torch.equal(_decode(llm, TOKENS[:40]), decoded)
+
+
+def test_the_look_ahead_is_exact_where_layers_change_nothing(
+    packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would apply another norm or router than the layer it speaks of, and foresee little."""
+    _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
+    monkeypatch.setattr(
+        "leanmoe.models.moe._weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
+    )
+    said: dict[int, Any] = {}
+    picked: dict[int, list[int]] = {}
+    with LLM(path, cache=2 * _floor(path), prefetch="on") as llm:
+        pool: Any = llm._pool
+        pool.expect = lambda layer, chances: said.update({layer: chances})
+        pool.visit = lambda layer, phase, experts: picked.update({layer: experts})
+        for layer in llm.decoder.layers:
+            layer.attention.out.data.zero_()
+        _decode(llm, TOKENS[:1])
+    assert sorted(said) == [1, 2, 3, 4, 5]
+    for number, chances in said.items():
+        likeliest = np.argsort(-chances, kind="stable")[: len(picked[number])]
+        assert sorted(likeliest.tolist()) == sorted(picked[number])
 
 
 def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
