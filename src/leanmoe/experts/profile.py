@@ -124,18 +124,23 @@ class RoutingProfile:
     def predict(self, layer: int, experts: Sequence[int], distance: int) -> _Floats:
         """After `layer` picked `experts`: the chance of each expert of the layer `distance` (1 to 6) further on.
 
-        The mean over the picks of how often each was followed by it, leaning on popularity for rare picks.
-        Raises `IndexError` for a layer that is not there.
+        The mean of `after` over the picks. Raises `IndexError` for a layer that is not there.
         """
-        row = self.layers.index(layer)
-        target = self.layers[row + distance]
-        followed = np.zeros((len(experts), self.counts.shape[1]), np.float32)
-        picks = np.array(experts)
+        chances: _Floats = self.after(layer, experts, distance).mean(0)
+        return chances
+
+    def after(self, layer: int, experts: Sequence[int], distance: int) -> _Floats:
+        """How often each of `experts` was followed by each expert `distance` layers on, from 0 to 1 [picks, experts].
+
+        Leans on popularity where an expert was rarely picked, and for successors that are not kept.
+        """
+        row, picks = self.layers.index(layer), np.array(experts)
+        prior = np.float32(_PRIOR_PICKS) * self.popularity(self.layers[row + distance])
+        followed = np.zeros((len(picks), self.counts.shape[1]), np.float32)
         ids, counts = self.successors[row, distance - 1, picks], self.follow[row, distance - 1, picks]
         np.put_along_axis(followed, ids.astype(np.intp), counts, axis=1)
-        prior = np.float32(_PRIOR_PICKS) * self.popularity(target)
         seen = self.counts[row, picks][:, None] + np.float32(_PRIOR_PICKS)
-        chances: _Floats = ((followed[:, : len(prior)] + prior) / seen).mean(0)
+        chances: _Floats = (followed[:, : len(prior)] + prior) / seen
         return chances
 
     def hottest(self) -> list[Key]:
