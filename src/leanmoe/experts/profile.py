@@ -34,8 +34,9 @@ _HALF_LIFE = 50_000  # tokens
 _MAX_HEADER = 1 << 20
 _SUCCESSOR_BYTES = 16 << 20  # of all successors together; but at least _FEWEST for each expert
 _FEWEST, _MOST = 8, 32
-# A pick of an expert tells as much as this many picks' worth of the layer's popularity.
-_PRIOR_PICKS = 2.0
+# What a layer's popularity counts for beside the successors of an expert, in picks of that expert. Little: an
+# expert seldom picked says most about what follows (docs/experts.md).
+_PRIOR_PICKS = 0.1
 # Routers are kept in float by most quantisations and in 8 bits by some: far closer than other weights are.
 _SAME_FINGERPRINT = 0.02
 
