@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from leanmoe.errors import FormatError, LeanError, UnsupportedError
 from leanmoe.experts.profile import DISTANCES, ModelIdentity, RoutingProfile, kept_successors
-from routing import made_up
+from trace_fixtures import made_up
 
 SIZES = dict.fromkeys(range(4), 4096)
 IDENTITY = ModelIdentity("test", 2, dict.fromkeys(SIZES, 12), (1.0, -2.0, 0.5))

@@ -23,7 +23,7 @@ from leanmoe.experts.simulate import plan_for, replay, replay_best, replay_best_
 from leanmoe.experts.slots import slot_floor
 from leanmoe.experts.store import ExpertStore
 from leanmoe.experts.trace import Request
-from routing import made_up, recorded
+from trace_fixtures import made_up, recorded
 
 MIB = 1 << 20
 PUBLISHED = {1000: (37.7, 62.7), 2000: (56.5, 79.4), 3000: (70.6, 87.8), 4000: (80.3, 92.7)}  # LRU, Belady

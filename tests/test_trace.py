@@ -13,7 +13,7 @@ from leanmoe.experts.policy import Phase
 from leanmoe.experts.recorder import TraceRecorder
 from leanmoe.experts.trace import NO_EXPERT, LayerFacts, RoutingTrace, row_type
 from leanmoe.experts.trace_csv import export_csv, import_csv
-from routing import facts, made_up, recorded
+from trace_fixtures import facts, made_up, recorded
 
 SIZES = {0: 4096, 2: 8192}
 
