@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gguf_fixtures import write_moe_gguf
-from leanmoe.errors import UsageError
-from leanmoe.pack import PackProgress, pack_gguf, verify_pack
+from leanmoe.errors import FormatError, LeanError, UsageError
+from leanmoe.pack import PackProgress, open_pack, pack_gguf, verify_pack
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +108,27 @@ def test_what_is_no_pack_is_a_wrong_use(tmp_path: Path) -> None:
     """A mistyped path would read as a damaged pack."""
     with pytest.raises(UsageError):
         verify_pack(tmp_path / "none.lmpack")
+
+
+@pytest.mark.parametrize("name", ["digests", "trunk.gguf", "experts/000/001"])
+@pytest.mark.parametrize("kind", ["pipe", "endless device"])
+def test_a_special_file_in_a_pack_is_a_fault_not_a_wait(pack: Path, name: str, kind: str) -> None:
+    """A pipe never ends opening and /dev/zero never ends: lean would hang, or eat all memory."""
+    path = pack / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    (pack / "manifest.json").write_text("{}")  # so that no size is known
+    assert "not a regular file" in faults(pack)[name]
+    with pytest.raises(LeanError):
+        open_pack(pack)
+
+
+def test_a_manifest_and_digests_that_are_special_files_do_not_open(pack: Path) -> None:
+    for name in ("digests", "manifest.json"):
+        (pack / name).unlink()
+        os.mkfifo(pack / name)
+        with pytest.raises(FormatError, match=name):
+            open_pack(pack)

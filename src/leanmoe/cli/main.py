@@ -11,6 +11,8 @@ from leanmoe.cli.chat import chat
 from leanmoe.cli.pack_commands import info, pack, verify
 from leanmoe.cli.plan import plan
 from leanmoe.cli.run import run
+from leanmoe.cli.simulate import simulate
+from leanmoe.cli.trace_commands import export_trace, import_trace
 from leanmoe.errors import LeanError, UsageError
 
 app = typer.Typer(
@@ -42,7 +44,7 @@ def root(
     )
 
 
-for command in (pack, info, verify, plan, run, chat):
+for command in (pack, info, verify, plan, run, chat, simulate, import_trace, export_trace):
     app.command()(command)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -171,7 +172,10 @@ def _show(outcome: _Outcome, path: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("residency", "budget", title="hit rate in decode, %", title_justify="left")
+    title = "hit rate in decode, %"
+    table = Table(
+        "residency", "budget", title=title, title_justify="left", box=box.SIMPLE, collapse_padding=True
+    )
     for name in outcome.replays:
         table.add_column(name, justify="right")
     for i, (share, budget) in enumerate(zip(outcome.residency, outcome.budgets, strict=True)):
@@ -182,7 +186,14 @@ def _show(outcome: _Outcome, path: Path) -> None:
     if any(r is None for row in outcome.replays.values() for r in row):
         console.print("-: too small a budget: below the fewest slots that work")
     if outcome.recall:
-        table = Table("experts named per layer", title="recall of predictors, %", title_justify="left")
+        title = "recall of predictors, %"
+        table = Table(
+            "experts named per layer",
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE,
+            collapse_padding=True,
+        )
         for budget in outcome.recall_budgets:
             table.add_column(str(budget), justify="right")
         for name, values in outcome.recall.items():

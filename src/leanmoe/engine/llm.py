@@ -20,12 +20,13 @@ from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, re
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
-from leanmoe.errors import BudgetError, UnsupportedError, UsageError
+from leanmoe.errors import BudgetError, FormatError, UnsupportedError, UsageError
 from leanmoe.experts.policy import Key, policy_named
 from leanmoe.experts.pool import ExpertPool, Observer, Placement
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch
+from leanmoe.formats.gguf import GGUFFile
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -105,7 +106,7 @@ class LLM:
         )
         self.pack: Pack = open_pack(path)
         self.spec = model_spec(self.pack.trunk)
-        self.tokenizer = Tokenizer.from_metadata(self.pack.trunk.metadata)
+        self.tokenizer = _tokenizer(self.pack.trunk, self.spec.vocab)
         self._template: ChatTemplate | None = None
         self.config = replace(
             config, memory=config.memory or default_budget(), threads=config.threads or _cores()
@@ -290,7 +291,9 @@ class LLM:
             return where[0] if name == "token_embd.weight" else where[-1]
 
         trunk = Trunk.load(self.pack.trunk, self.pack.trunk_digest, device_of)
-        return Decoder(self.spec, trunk, self._pool, where, self._workers)
+        decoder = Decoder(self.spec, trunk, self._pool, where, self._workers)
+        trunk.check_all_taken()
+        return decoder
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
         ids = [int(t) for t in tokens]
@@ -353,6 +356,19 @@ class LLM:
 
 def _bytes(size: str | int | None) -> int | None:
     return None if size is None else parse_bytes(size)
+
+
+def _tokenizer(trunk: GGUFFile, vocab: int) -> Tokenizer:
+    """The tokenizer in the metadata of `trunk`. Raises `FormatError` unless it has `vocab` tokens."""
+    try:
+        tokenizer = Tokenizer.from_metadata(trunk.metadata)
+    except (FormatError, UnsupportedError) as error:
+        raise type(error)(f"{trunk.path}: {error}") from error
+    if tokenizer.vocab_size != vocab:
+        raise FormatError(
+            f"{trunk.path}: the tokenizer has {tokenizer.vocab_size} tokens, but there are embeddings of {vocab}"
+        )
+    return tokenizer
 
 
 def _vram(name: str, wanted: int | None) -> int:

@@ -4,10 +4,11 @@
 """
 
 import os
+import re
 from dataclasses import dataclass
 
 from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
-from leanmoe.errors import BudgetError, UsageError
+from leanmoe.errors import BudgetError, FormatError, UsageError
 from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
 from leanmoe.formats.gguf import GGUFFile
 from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
@@ -29,6 +30,7 @@ _BASE_VARIES = 4 << 20
 # Pinned staging and the CUDA runtime's own host memory, for each GPU.
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,10 @@ def plan_memory(
     """Plans a process of `memory` bytes whose `base` bytes are taken before any weight is loaded.
 
     `trunk` is the pack's trunk, or a whole GGUF whose expert tensors do not count. `vram` gives the bytes of
-    each CUDA device. Raises `BudgetError` naming the smallest budget that works.
+    each CUDA device. Raises `BudgetError` naming the smallest budget that works, and `FormatError` if the experts
+    are not those that `spec` describes.
     """
+    _check_experts(spec, manifest, trunk)
     context = context_length(spec, config)
     on_gpu = config.devices[0] != "cpu"
     count = len(config.devices)
@@ -152,6 +156,27 @@ def plan_memory(
     return MemoryPlan(memory, fixed, context, chunk, experts, smallest, devices)
 
 
+def _check_experts(spec: ModelSpec, manifest: Manifest, trunk: GGUFFile) -> None:
+    """The manifest has the experts of the spec: each is read from files of its own, and neither is trusted."""
+    half = sorted(spec.moe_layers ^ {m.layer for m in manifest.layers})
+    if half:
+        raise FormatError(f"{trunk.path}: layer {half[0]} has experts or a router, but not both")
+    if spec.router is None:
+        return
+    if manifest.expert_used_count != spec.router.top_k:
+        raise FormatError(
+            f"{trunk.path}: a token uses {spec.router.top_k} experts; the manifest says {manifest.expert_used_count}"
+        )
+    for m in manifest.layers:
+        shape = m.layout.sections["gate"].shape
+        found, wanted = (m.expert_count, *shape), (spec.router.experts, spec.expert_width, spec.hidden)
+        if found != wanted:
+            raise FormatError(
+                f"{trunk.path}: layer {m.layer} has {found[0]} experts with gates of {found[1:]}; its metadata "
+                f"says {wanted[0]} of {wanted[1:]}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Needs:
     """What one device must hold before slots get the rest, and the sizes of its layers' experts."""
@@ -179,8 +204,8 @@ class _Needs:
         """The embedding lives on the first device, the final norm and the output head on the last."""
         nbytes = 0
         for name, info in trunk.tensors.items():
-            if name.startswith("blk."):
-                here = int(name.split(".")[1]) in layers and not is_expert_tensor(name)
+            if block := _BLOCK.match(name):
+                here = int(block[1]) in layers and not is_expert_tensor(name)
             else:
                 here = first if name == "token_embd.weight" else last
             nbytes += info.nbytes if here else 0
@@ -204,6 +229,11 @@ class _Needs:
     def slots(self, budget: int, cache: int | None) -> SlotPlan | None:
         """The slots in what is left of `budget` without scratch, at most `cache` bytes."""
         free = budget - self.trunk - self.state
+        if cache is not None and cache < self.slot_floor():
+            raise BudgetError(
+                f"a cache of {format_bytes(cache)} is too small; one layer's experts twice, for each expert size, "
+                f"take {format_bytes(self.slot_floor())} ({self.slot_floor()} bytes)"
+            )
         free = free if cache is None else min(free, cache)
         return plan_slots(self.sizes, self.counts, self.top_k, free) if self.sizes else None
 

@@ -34,8 +34,9 @@ _HALF_LIFE = 50_000  # tokens
 _MAX_HEADER = 1 << 20
 _SUCCESSOR_BYTES = 16 << 20  # of all successors together; but at least _FEWEST for each expert
 _FEWEST, _MOST = 8, 32
-# A pick of an expert tells as much as this many picks' worth of the layer's popularity.
-_PRIOR_PICKS = 2.0
+# What a layer's popularity counts for beside the successors of an expert, in picks of that expert. Little: an
+# expert seldom picked says most about what follows (docs/experts.md).
+_PRIOR_PICKS = 0.1
 # Routers are kept in float by most quantisations and in 8 bits by some: far closer than other weights are.
 _SAME_FINGERPRINT = 0.02
 
@@ -124,18 +125,23 @@ class RoutingProfile:
     def predict(self, layer: int, experts: Sequence[int], distance: int) -> _Floats:
         """After `layer` picked `experts`: the chance of each expert of the layer `distance` (1 to 6) further on.
 
-        The mean over the picks of how often each was followed by it, leaning on popularity for rare picks.
-        Raises `IndexError` for a layer that is not there.
+        The mean of `after` over the picks. Raises `IndexError` for a layer that is not there.
         """
-        row = self.layers.index(layer)
-        target = self.layers[row + distance]
-        followed = np.zeros((len(experts), self.counts.shape[1]), np.float32)
-        picks = np.array(experts)
+        chances: _Floats = self.after(layer, experts, distance).mean(0)
+        return chances
+
+    def after(self, layer: int, experts: Sequence[int], distance: int) -> _Floats:
+        """How often each of `experts` was followed by each expert `distance` layers on, from 0 to 1 [picks, experts].
+
+        Leans on popularity where an expert was rarely picked, and for successors that are not kept.
+        """
+        row, picks = self.layers.index(layer), np.array(experts)
+        prior = np.float32(_PRIOR_PICKS) * self.popularity(self.layers[row + distance])
+        followed = np.zeros((len(picks), self.counts.shape[1]), np.float32)
         ids, counts = self.successors[row, distance - 1, picks], self.follow[row, distance - 1, picks]
         np.put_along_axis(followed, ids.astype(np.intp), counts, axis=1)
-        prior = np.float32(_PRIOR_PICKS) * self.popularity(target)
         seen = self.counts[row, picks][:, None] + np.float32(_PRIOR_PICKS)
-        chances: _Floats = ((followed[:, : len(prior)] + prior) / seen).mean(0)
+        chances: _Floats = (followed[:, : len(prior)] + prior) / seen
         return chances
 
     def hottest(self) -> list[Key]:

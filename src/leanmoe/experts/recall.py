@@ -41,9 +41,10 @@ def recalls(trace: RoutingTrace, budgets: Sequence[int]) -> Mapping[str, list[fl
     }
     for distance in range(1, min(DISTANCES, len(layers) - 1) + 1):
         chances = np.zeros((len(layers) - distance, *later.shape[1:]), np.float32)
-        for row, token in np.ndindex(chances.shape[:2]):
-            picked = np.flatnonzero(later[row, token]).tolist()
-            chances[row, token] = _padded(profile.predict(layers[row], picked, distance), later.shape[2])
+        for row, layer in enumerate(layers[:-distance]):
+            count = trace.layers[layer].experts
+            after = profile.after(layer, range(count), distance)
+            chances[row, :, : after.shape[1]] = later[row, :, :count] @ after  # a sum ranks as a mean does
         found[f"transition +{distance}"] = _recall(chances, later[distance:], budgets)
     return found
 

@@ -225,6 +225,9 @@ def _check_rows(trace: RoutingTrace) -> None:
         "belongs to an earlier step than the row before it": np.diff(rows["step"].astype(np.int64), prepend=0)
         < 0,
     }
+    if trace.has_probabilities:
+        given = rows["probabilities"]
+        faults["has a router probability that is not one"] = ~((given >= 0) & (given <= 1)).all(1)
     for fault, found in faults.items():
         if found.any():
             raise FormatError(f"row {int(found.argmax())} {fault}")

@@ -92,7 +92,7 @@ def _rows(picks: npt.NDArray[np.float64]) -> Rows:
     token_of = np.where(visits[:, 1] == 0, 0, visits[:, 2])  # a prompt is one step
     step = np.stack([visits[:, 0], visits[:, 1], token_of], 1)
     rows["step"] = np.unique(step, axis=0, return_inverse=True)[1].ravel()
-    return rows
+    return rows[np.lexsort((rows["token"], rows["layer"], rows["step"]))]
 
 
 def export_csv(trace: RoutingTrace, path: Path | str) -> None:
@@ -114,5 +114,5 @@ def export_csv(trace: RoutingTrace, path: Path | str) -> None:
         size = trace.layers[int(row["layer"])].expert_bytes
         for slot, (expert, weight) in enumerate(zip(row["experts"], row["weights"], strict=True)):
             if expert != NO_EXPERT:
-                text.write(f"{place},{slot},{expert},{weight:.6g},0,{size}\n")
+                text.write(f"{place},{slot},{expert},{weight},0,{size}\n")
     replace_file(Path(path), text.getvalue().encode())

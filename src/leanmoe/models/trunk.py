@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from leanmoe.errors import ExpertReadError, FormatError
+from leanmoe.errors import ExpertReadError, FormatError, UnsupportedError
 from leanmoe.formats.gguf import GGUFFile, TensorInfo
 from leanmoe.formats.io import open_direct
 from leanmoe.kernels import Weight, dequantize
@@ -28,6 +28,7 @@ class Trunk:
         self, gguf: GGUFFile, image: torch.Tensor, start: int, device_of: Callable[[str], torch.device]
     ) -> None:
         self._gguf, self._image, self._start, self._device_of = gguf, image, start, device_of
+        self._taken: set[str] = set()
 
     @classmethod
     def load(cls, gguf: GGUFFile, digest: bytes, device_of: Callable[[str], torch.device]) -> "Trunk":
@@ -54,6 +55,15 @@ class Trunk:
     def has(self, name: str) -> bool:
         return name in self._gguf.tensors
 
+    def check_all_taken(self) -> None:
+        """Raises `UnsupportedError` if a tensor was never asked for: a network that ignores one says wrong things."""
+        left = [name for name in self._gguf.tensors if name not in self._taken]
+        if left:
+            raise UnsupportedError(
+                f"{self._gguf.path}: {len(left)} tensors have no place in a network of architecture "
+                f"'{self._gguf.architecture}' as its metadata describes it, like {left[0]}"
+            )
+
     def weight(self, name: str, rows: int, cols: int) -> Weight:
         """The matrix `name` [rows, cols], still quantised. Raises `FormatError` if it is missing or misshapen."""
         info = self._info(name, (rows, cols))
@@ -76,6 +86,7 @@ class Trunk:
             raise FormatError(
                 f"{self._gguf.path}: tensor {name} has shape {list(info.shape)}; wanted {list(shape)}"
             )
+        self._taken.add(name)
         return info
 
     def _bytes(self, info: TensorInfo) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from leanmoe.errors import FormatError
+from leanmoe.formats.io import read_small_file
 
 # No other name is ever looked up or written, so a list cannot lead outside its pack.
 NAME = r"manifest\.json|trunk\.gguf|experts/[0-9]{3,4}/[0-9]{3,5}"
@@ -25,11 +26,11 @@ def format_digests(digests: Mapping[str, bytes]) -> bytes:
 
 def read_digests(path: Path) -> dict[str, bytes]:
     """The digests in the list `path`, by name. Raises `FormatError` if it is malformed, `OSError`."""
-    size = path.stat().st_size
-    if size > MAX_DIGESTS_BYTES:
-        raise FormatError(f"{path}: {size} bytes long; a digest list has at most {MAX_DIGESTS_BYTES}")
+    raw = read_small_file(path, MAX_DIGESTS_BYTES)
+    if len(raw) > MAX_DIGESTS_BYTES:
+        raise FormatError(f"{path}: too long; a digest list has at most {MAX_DIGESTS_BYTES} bytes")
     digests: dict[str, bytes] = {}
-    text = path.read_bytes().decode("ascii", errors="replace")
+    text = raw.decode("ascii", errors="replace")
     if not text.endswith("\n"):
         raise FormatError(f"{path}: does not end with a whole line; it is cut short")
     for number, line in enumerate(text[:-1].split("\n"), 1):

@@ -9,6 +9,7 @@ import blake3
 
 from leanmoe.errors import FormatError, UsageError
 from leanmoe.formats.gguf import GGUFFile, read_gguf
+from leanmoe.formats.io import read_small_file
 from leanmoe.pack.digests import DIGESTS, MANIFEST, TRUNK, expert_name, read_digests
 from leanmoe.pack.manifest import MAX_MANIFEST_BYTES, LayerManifest, Manifest
 
@@ -83,10 +84,7 @@ def check_is_pack(path: Path) -> None:
 def load_manifest(path: Path) -> Manifest:
     """The manifest of the pack in `path`, checked in itself. Raises as `Manifest.from_json`, or `OSError`."""
     file = path / MANIFEST
-    size = file.stat().st_size
-    if size > MAX_MANIFEST_BYTES:
-        raise FormatError(f"{file}: {size} bytes long; at most {MAX_MANIFEST_BYTES} are read")
-    return Manifest.from_json(file.read_bytes(), file)
+    return Manifest.from_json(read_small_file(file, MAX_MANIFEST_BYTES), file)
 
 
 def _check_digests(path: Path, manifest: Manifest, digests: Mapping[str, bytes]) -> None:

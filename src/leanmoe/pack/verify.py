@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -99,22 +100,25 @@ def _check_file(
 ) -> str | None:
     """What is wrong with one file, if anything."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            return "not a regular file"
+        size = found.st_size
         if wanted_size is not None and size != wanted_size:
             return f"{size} bytes long; {wanted_size} were wanted"
         buffer = buffers.get()
         try:
-            found = _digest(path, buffer)
+            digest = _digest(path, buffer)
         finally:
             buffers.put(buffer)
     except FileNotFoundError:
         return "missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if found == wanted:
+    if digest == wanted:
         return None
-    if found in owners:
-        return f"holds the bytes of {owners[found]}"
+    if digest in owners:
+        return f"holds the bytes of {owners[digest]}"
     return "altered: its contents do not match its digest"
 
 
