@@ -55,10 +55,11 @@ class Duel:
     drift favours neither. After `least` pairs the challenger wins (or loses) as soon as the mean logarithm of
     its time over the other's is below (or above) 0 by `certainty` standard errors; after `most` pairs the
     lower level wins. Then the winner is used alone for `hold` tokens; each time it wins again the next
-    challenge is put off twice as long, up to `longest_hold`.
+    challenge is put off twice as long, up to `longest_hold` for level 0 and 4 `hold` for others, since a disk
+    may become busy.
 
     Challengers of level 0 are 2 and 1; those of a higher level are one more and 0. A challenger of whose guesses
-    less than `least_used` are asked for loses at once; so does the level in use, to the one below it.
+    less than `least_used` are asked for loses at once; the level in use is halved.
     """
 
     least, most, certainty = 6, 24, 1.5
@@ -131,7 +132,8 @@ class Duel:
             self._settle(again=True)
 
     def _settle(self, *, again: bool) -> None:
-        self._hold = min(2 * self._hold, self.longest_hold) if again else self.hold
+        longest = self.longest_hold if self.kept == 0 else 4 * self.hold
+        self._hold = min(2 * self._hold, longest) if again else self.hold
         self._alone, self.challenger = self._hold, None
 
     def _challenge(self) -> None:
