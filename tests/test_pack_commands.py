@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from gguf_fixtures import write_moe_gguf
 from leanmoe.cli.pack_commands import info, pack, verify
-from leanmoe.errors import FormatError, UsageError
+from leanmoe.errors import FormatError, UnsupportedError, UsageError
 
 app = typer.Typer()
 for command in (pack, info, verify):
@@ -22,7 +22,8 @@ def lean(*arguments: object) -> Result:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write_moe_gguf(tmp_path / "tiny.gguf", layers=3, nextn=1, extras=True)
+    needed = {"qwen3moe.attention.head_count": 4, "qwen3moe.expert_feed_forward_length": 32}
+    return write_moe_gguf(tmp_path / "tiny.gguf", layers=3, nextn=1, extras=True, keys=needed)
 
 
 def test_pack_names_the_pack_it_made(tmp_path: Path, source: Path) -> None:
@@ -82,3 +83,12 @@ def test_errors_reach_the_entry_point_as_they_are(tmp_path: Path, source: Path) 
     source.write_bytes(b"GGUF")
     assert isinstance(lean("info", source).exception, FormatError)
     assert isinstance(lean("verify", source).exception, UsageError)
+
+
+def test_a_model_that_lean_cannot_run_is_not_packed(tmp_path: Path) -> None:
+    """Copying 242 GB, and freeing the source, only to hear that the architecture is unknown."""
+    strange = write_moe_gguf(tmp_path / "strange.gguf", arch="frobnicate")
+    result = lean("pack", strange, "--consume")
+    assert isinstance(result.exception, UnsupportedError)
+    assert "frobnicate" in str(result.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["strange.gguf"]
