@@ -74,11 +74,15 @@ def split_experts(gguf: GGUFFile) -> Split:
     Raises `FormatError` if expert tensors are missing or disagree with each other or with the metadata, and
     `UnsupportedError` for one tensor per expert (Mixtral files of before 2024).
     """
-    main_layers = _main_layers(gguf)
+    blocks, main_layers = _block_counts(gguf)
     by_layer: dict[int, dict[str, TensorInfo]] = {}
     trunk, skipped = [], []
     for tensor in gguf.tensors.values():
         block = _BLOCK.match(tensor.name)
+        if block and int(block[1]) >= blocks:
+            raise FormatError(
+                f"{tensor.path}: tensor '{tensor.name}' is of block {block[1]}; the metadata names {blocks} blocks"
+            )
         if block and int(block[1]) >= main_layers:
             skipped.append(tensor)
         elif match := _EXPERT.fullmatch(tensor.name):
@@ -113,8 +117,8 @@ def split_experts(gguf: GGUFFile) -> Split:
     return Split(expert_count, used, layers, tuple(trunk), tuple(skipped))
 
 
-def _main_layers(gguf: GGUFFile) -> int:
-    """The number of decoder layers; blocks from here on serve multi-token prediction."""
+def _block_counts(gguf: GGUFFile) -> tuple[int, int]:
+    """How many blocks there are, and how many are decoder layers: those after them serve multi-token prediction."""
     arch = gguf.architecture
     blocks = gguf.integer(f"{arch}.block_count")
     prediction = gguf.integer(f"{arch}.nextn_predict_layers", 0)
@@ -123,7 +127,7 @@ def _main_layers(gguf: GGUFFile) -> int:
             f"{gguf.path}: {arch}.block_count is {blocks} and {arch}.nextn_predict_layers {prediction}; "
             "at least one layer must remain"
         )
-    return blocks - prediction
+    return blocks, blocks - prediction
 
 
 def _layer_slices(gguf: GGUFFile, layer: int, tensors: Mapping[str, TensorInfo], experts: int) -> LayerSlices:
