@@ -75,12 +75,14 @@ class EngineConfig:
             ("readers", 1, 64),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{name} is {value}; wanted {low} to {high}")
+            if value is None and name != "readers":
+                continue
+            if not isinstance(value, int) or not low <= value <= high:
+                raise UsageError(f"{name} is {value!r}; wanted {low} to {high}")
         if not self.devices:
             raise UsageError("no device given; wanted cpu or cuda:N")
         for device in self.devices:
-            kind, _, index = device.partition(":")
+            kind, _, index = str(device).partition(":")
             if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
                 raise UsageError(f"device '{device}' is unknown; wanted cpu, cuda or cuda:N")
         if len({d.partition(":")[0] for d in self.devices}) > 1:

@@ -6,6 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from threading import Lock, get_ident
 from types import TracebackType
@@ -124,6 +126,7 @@ class LLM:
             base=resident_bytes(),
             vram=() if config.devices[0] == "cpu" else tuple(_vram(d, config.vram) for d in config.devices),
         )
+        self._closed, self._process = False, os.getpid()
         self._lock = Lock()
         self._answering: int | None = None
         self._workers = Workers(self.config.threads if self.config.devices[0] == "cpu" else 1)
@@ -157,6 +160,8 @@ class LLM:
         prompt stand for them. `sampling` as in `SamplingParams`. The sequence starts afresh, so that the same
         call with a seed, or temperature 0, gives the same answer.
         """
+        if isinstance(prompt, bytes | bytearray):
+            raise UsageError("the prompt is bytes; wanted text or token ids")
         tokens = (
             self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
         )
@@ -181,7 +186,8 @@ class LLM:
         Tokens that the conversation shares with the previous one keep their KV state and are not computed again.
         """
         if self._template is None:
-            self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
+            with _naming(self.pack.trunk):
+                self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
         text = self._template.render(messages, **(template or {}))
         tokens = self.tokenizer.encode_rendered(text)
         return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=True)
@@ -219,15 +225,20 @@ class LLM:
         }
 
     def logits(self, tokens: SequenceOf[int]) -> torch.Tensor:
-        """Logits [T, vocab] float32 after each of T tokens, computed in chunks from an empty sequence."""
+        """Logits [T, vocab] float32 after each of T tokens, computed in chunks from an empty sequence.
+
+        They are the caller's and come on top of the budget: 4 T vocab bytes, and as much again for one chunk.
+        """
         with self._alone():
             self._sequence.reset()
-            state = self._sequence.state
+            state, size = self._sequence.state, self.plan.chunk
             ids = self._checked(tokens)
-            parts = [ids[i : i + self.plan.chunk] for i in range(0, len(ids), self.plan.chunk)]
-            return torch.cat(
-                [self.decoder.forward(Batch.of([(state, part)], all_logits=True)) for part in parts]
-            )
+            state.reserve(len(ids))
+            logits = torch.empty(len(ids), self.spec.vocab)
+            for i in range(0, len(ids), size):
+                part = Batch.of([(state, ids[i : i + size])], all_logits=True)
+                logits[i : i + size] = self.decoder.forward(part)
+            return logits
 
     @property
     def stats(self) -> CacheStats:
@@ -246,6 +257,7 @@ class LLM:
 
     def close(self) -> None:
         """Stops the readers and lets the memory go. May be called twice."""
+        self._closed = True
         if self._pool is not None:
             self._pool.close()
         self._workers.close()
@@ -296,10 +308,13 @@ class LLM:
         return decoder
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
-        ids = [int(t) for t in tokens]
+        try:
+            ids = [index(t) for t in tokens]
+        except TypeError as error:
+            raise UsageError(f"a prompt that is not text must be token ids: {error}") from None
         if not ids:
             raise UsageError("the prompt is empty; give at least one token")
-        if bad := next((t for t in ids if not 0 <= t < self.spec.vocab), None):
+        if (bad := next((t for t in ids if not 0 <= t < self.spec.vocab), None)) is not None:
             raise UsageError(f"token id {bad} is outside the vocabulary (0 to {self.spec.vocab - 1})")
         return ids
 
@@ -317,7 +332,7 @@ class LLM:
             params = SamplingParams(**sampling)
         except TypeError as unknown:
             raise UsageError(f"sampling: {unknown}") from None
-        if max_tokens is not None and max_tokens < 1:
+        if max_tokens is not None and (not isinstance(max_tokens, Integral) or max_tokens < 1):
             raise UsageError(f"max_tokens is {max_tokens}; wanted 1 or more")
         ids = self._checked(tokens)
         if len(ids) > self.plan.context:
@@ -346,7 +361,13 @@ class LLM:
             raise UsageError(
                 "this thread is still streaming an answer of this model; finish or close it first"
             )
+        if self._process != os.getpid():
+            raise UsageError(
+                "this model was opened before a fork, which takes no threads along; open it again here"
+            )
         with self._lock:
+            if self._closed:
+                raise UsageError("this model is closed; open it again")
             self._answering = get_ident()
             try:
                 yield
@@ -358,12 +379,19 @@ def _bytes(size: str | int | None) -> int | None:
     return None if size is None else parse_bytes(size)
 
 
-def _tokenizer(trunk: GGUFFile, vocab: int) -> Tokenizer:
-    """The tokenizer in the metadata of `trunk`. Raises `FormatError` unless it has `vocab` tokens."""
+@contextmanager
+def _naming(trunk: GGUFFile) -> Iterator[None]:
+    """Errors about metadata, which know only keys, get the name of the file that has them."""
     try:
-        tokenizer = Tokenizer.from_metadata(trunk.metadata)
+        yield
     except (FormatError, UnsupportedError) as error:
         raise type(error)(f"{trunk.path}: {error}") from error
+
+
+def _tokenizer(trunk: GGUFFile, vocab: int) -> Tokenizer:
+    """The tokenizer in the metadata of `trunk`. Raises `FormatError` unless it has `vocab` tokens."""
+    with _naming(trunk):
+        tokenizer = Tokenizer.from_metadata(trunk.metadata)
     if tokenizer.vocab_size != vocab:
         raise FormatError(
             f"{trunk.path}: the tokenizer has {tokenizer.vocab_size} tokens, but there are embeddings of {vocab}"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypedDict
 
 import torch
@@ -45,14 +46,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         wanted = {
             "temperature": (0 <= self.temperature <= 100, "0 to 100"),
-            "top_k": (self.top_k >= 0, "0 or more"),
+            "top_k": (isinstance(self.top_k, Integral) and self.top_k >= 0, "a whole number, 0 or more"),
             "top_p": (0 < self.top_p <= 1, "above 0, at most 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
             "repeat_penalty": (0 < self.repeat_penalty <= 100, "above 0, at most 100"),
             "presence_penalty": (abs(self.presence_penalty) <= 100, "-100 to 100"),
             "frequency_penalty": (abs(self.frequency_penalty) <= 100, "-100 to 100"),
-            "penalty_window": (self.penalty_window >= 0, "0 or more"),
-            "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+            "penalty_window": (
+                isinstance(self.penalty_window, Integral) and self.penalty_window >= 0,
+                "a whole number, 0 or more",
+            ),
+            "seed": (
+                self.seed is None or (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63),
+                "a whole number, 0 to 2^63 - 1",
+            ),
         }
         for name, (ok, text) in wanted.items():
             if not ok:
@@ -68,7 +75,7 @@ class Sampler:
         if params.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(params.seed)
+            self._generator.manual_seed(int(params.seed))
 
     def __call__(self, logits: torch.Tensor, history: list[int]) -> int:
         """The next token from logits [vocab] after the tokens `history`. Raises `LeanError` if one is not finite."""

@@ -23,7 +23,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class Workers:
-    """`count` threads that run tasks side by side; with 1 the caller runs them itself."""
+    """`count` threads that run tasks side by side; with 1, or once closed, the caller runs them itself."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -31,7 +31,8 @@ class Workers:
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Runs every task and returns when all are done; raises the first error. The caller takes its share."""
-        if self._pool is None or len(tasks) == 1:
+        pool = self._pool
+        if pool is None or len(tasks) == 1:
             for task in tasks:
                 task()
             return
@@ -46,7 +47,7 @@ class Workers:
                         return
                     task()
 
-        others = [self._pool.submit(work) for _ in range(min(self.count, len(tasks)) - 1)]
+        others = [pool.submit(work) for _ in range(min(self.count, len(tasks)) - 1)]
         try:
             work()
         finally:
@@ -54,5 +55,6 @@ class Workers:
                 other.result()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
