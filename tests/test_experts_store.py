@@ -36,10 +36,10 @@ def test_reads_the_whole_file(pack, direct, verify):
 
 
 @pytest.mark.parametrize(
-    ("verify", "first", "second"), [("first", True, False), ("always", True, True), ("never", False, False)]
+    ("verify", "first", "second"), [("first", True, True), ("always", True, True), ("never", False, False)]
 )
 def test_verify_says_which_reads_check_the_digest(pack, verify, first, second):
-    """A flipped bit is found on the first read, unless the user chose otherwise."""
+    """A flipped bit is found, also one that came after the first read, unless the user chose otherwise."""
     path = pack.expert_path(0, 1)
     good = path.read_bytes()
     bad = good[:-1] + bytes([good[-1] ^ 1])
@@ -58,6 +58,28 @@ def test_verify_says_which_reads_check_the_digest(pack, verify, first, second):
     read(store, 1)
     path.write_bytes(bad)
     assert finds_fault(store) == second
+
+
+@pytest.mark.parametrize(("verify", "checks"), [("first", 1), ("always", 3), ("never", 0)])
+def test_a_file_that_stays_as_it_is_is_checked_once(pack, verify, checks, monkeypatch):
+    """Hashing every read would cost as much as reading it."""
+    store, seen = ExpertStore(pack, verify=verify), []
+    check = store._check_digest
+    monkeypatch.setattr(store, "_check_digest", lambda *args: (seen.append(args), check(*args)))
+    for _ in range(3):
+        read(store, 1)
+    assert len(seen) == checks
+
+
+def test_a_replaced_file_is_checked_again(pack):
+    """An update of the pack under a running process would mix two models' experts."""
+    store, path = ExpertStore(pack), pack.expert_path(0, 1)
+    read(store, 1)
+    other = path.with_name("other")
+    other.write_bytes(bytes(SIZE))
+    os.replace(other, path)
+    with pytest.raises(ExpertReadError, match="digest"):
+        read(store, 1)
 
 
 def test_a_file_is_checked_again_after_it_failed(pack):

@@ -77,7 +77,8 @@ def _progress_bar(verb: str) -> Iterator[Callable[[PackProgress], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[name]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(verb, total=None, name="")
         yield lambda at: bar.update(task, completed=at.done, total=at.total, name=at.name)
 

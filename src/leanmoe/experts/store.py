@@ -16,6 +16,9 @@ from leanmoe.pack import Pack
 
 Verify = Literal["first", "always", "never"]
 
+_Stamp = tuple[int, int, int]
+"""Device, inode and time of change: another one after any write to a file, or its replacement."""
+
 _log = logging.getLogger(__name__)
 # What file systems without O_DIRECT answer, at open or at the first read.
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -28,8 +31,8 @@ class ExpertStore:
     they are buffered and the pages dropped at once, and the log says so (once); `direct=False` asks for that
     outright.
 
-    `verify` says when a file's digest is checked: "first" on its first read in this process, "always", or
-    "never".
+    `verify` says when a file's digest is checked: "first" on its first read in this process (and again if it was
+    written or replaced since), "always", or "never".
     """
 
     def __init__(self, pack: Pack, *, verify: Verify = "first", direct: bool = True) -> None:
@@ -38,7 +41,7 @@ class ExpertStore:
         self._direct = direct
         self._lock = threading.Lock()
         self._sizes = {layer.layer: layer.layout.file_bytes for layer in pack.manifest.layers}
-        self._verified: set[Key] = set()
+        self._verified: dict[Key, _Stamp] = {}
 
     def size(self, layer: int) -> int:
         """Bytes of each expert file of `layer`: a multiple of 4096."""
@@ -60,9 +63,10 @@ class ExpertStore:
             self._read(path, buffer)
         except OSError as error:
             raise self._fault(path, f"cannot be read: {error.strerror}") from error
-        if self._verify == "always" or (self._verify == "first" and key not in self._verified):
+        stamp = (found.st_dev, found.st_ino, found.st_ctime_ns)
+        if self._verify == "always" or (self._verify == "first" and self._verified.get(key) != stamp):
             self._check_digest(key, path, buffer)
-            self._verified.add(key)
+            self._verified[key] = stamp
 
     def _read(self, path: Path, buffer: memoryview) -> None:
         if self._direct:
