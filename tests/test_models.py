@@ -212,26 +212,42 @@ def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: Pa
     assert agreement.top1 >= min(0.98, floor.top1 - 0.01)
 
 
-def test_rope_with_linear_and_yarn_scaling_equals_transformers(tmp_path: Path) -> None:
+_LONG = {"rope_theta": 10000.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("linear", {"factor": 4.0}),
+        ("yarn", {"factor": 8.0}),
+        ("yarn", {"factor": 32.0, "truncate": False}),
+        ("yarn", {"factor": 32.0, "beta_fast": 8.0, "beta_slow": 2.0}),
+        ("yarn", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    ],
+    ids=str,
+)
+def test_rope_with_linear_and_yarn_scaling_equals_transformers(kind: str, parameters: dict[str, Any]) -> None:
     """Long-context models would otherwise fall apart past their original context."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    from leanmoe.models.architectures.common import read_rope
     from leanmoe.models.rope import Rope
-    from leanmoe.models.spec import RopeSpec
+    from leanmoe.models.spec import Metadata
 
-    for kind, factor in (("linear", 4.0), ("yarn", 8.0)):
-        parameters = {
-            "rope_type": kind,
-            "rope_theta": 10000.0,
-            "factor": factor,
-            "original_max_position_embeddings": 512,
-        }
-        config = LlamaConfig(
-            hidden_size=128, num_attention_heads=2, max_position_embeddings=4096, rope_parameters=parameters
-        )
-        want, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        spec = RopeSpec("neox", 64, 10000.0, kind, factor, 512)  # type: ignore[arg-type]
-        cos, _ = Rope(spec).tables(torch.arange(100), torch.device("cpu"))
-        angles = torch.arange(100, dtype=torch.float64)[:, None] * want.double()
-        torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float(), rtol=1e-4, atol=1e-4)
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": kind} | _LONG | parameters,
+    )
+    want, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    keys = {"type": kind, "factor": parameters["factor"], "original_context_length": 512}
+    keys |= {f"yarn_{name}": value for name, value in parameters.items() if name.startswith("beta")}
+    if "mscale" in parameters:
+        keys["yarn_log_multiplier"] = 0.1 * parameters["mscale_all_dim"]
+    meta = Metadata({f"x.rope.scaling.{k}": v for k, v in keys.items()} | {"x.context_length": 4096}, "x", "")
+    rope = Rope(read_rope(meta, "neox", 64, whole_pairs=parameters.get("truncate", True)))
+    cos, _ = rope.tables(torch.arange(100), torch.device("cpu"))
+    angles = torch.arange(100, dtype=torch.float64)[:, None] * want.double()
+    torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float(), rtol=1e-4, atol=1e-4)

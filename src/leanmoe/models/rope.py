@@ -6,9 +6,6 @@ import torch
 
 from leanmoe.models.spec import RopeSpec
 
-# YaRN's wavelength bounds: no public GGUF records others for the architectures here.
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0
-
 
 class Rope:
     """Rotates the first `rotary_dim` dimensions of every head by its token's position.
@@ -21,21 +18,19 @@ class Rope:
         freq = spec.base ** (-torch.arange(half, dtype=torch.float64) * 2 / spec.rotary_dim)
         if factors is not None:
             freq = freq / factors.to("cpu", torch.float64)
-        self.magnitude = spec.attention_factor
         if spec.scaling == "linear":
             freq = freq / spec.factor
         elif spec.scaling == "yarn":
             ramp = _yarn_extrapolation(spec)
             freq = freq / spec.factor * (1 - ramp) + freq * ramp
-            self.magnitude *= 1 + 0.1 * math.log(spec.factor)
         self._freq = freq
         self._spec = spec
 
     def tables(self, positions: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, rotary_dim / 2] for token positions [T]; computed once per forward pass."""
         angle = positions.to("cpu", torch.float64)[:, None] * self._freq
-        cos = (angle.cos() * self.magnitude).float().unsqueeze(1).to(device)
-        sin = (angle.sin() * self.magnitude).float().unsqueeze(1).to(device)
+        cos = (angle.cos() * self._spec.magnitude).float().unsqueeze(1).to(device)
+        sin = (angle.sin() * self._spec.magnitude).float().unsqueeze(1).to(device)
         return cos, sin
 
     def apply(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -56,14 +51,14 @@ class Rope:
 def _yarn_extrapolation(spec: RopeSpec) -> torch.Tensor:
     """Per frequency pair, 1 where the original frequency is kept and 0 where it is divided by the factor."""
 
-    def correction(beta: float) -> float:
-        return (
-            spec.rotary_dim
-            * math.log(spec.original_context / (2 * math.pi * beta))
-            / (2 * math.log(spec.base))
-        )
+    def pair(turns: float) -> float:
+        """The pair (a fraction) whose frequency turns that often in the original context."""
+        wavelength = spec.original_context / (2 * math.pi * turns)
+        return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.base))
 
-    low = max(0.0, math.floor(correction(_BETA_FAST)))
-    high = min(spec.rotary_dim - 1.0, math.ceil(correction(_BETA_SLOW)))
+    low, high = pair(spec.yarn.fast), pair(spec.yarn.slow)
+    if spec.yarn.whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(0.0, low), min(spec.rotary_dim - 1.0, high)
     i = torch.arange(spec.rotary_dim // 2, dtype=torch.float64)
     return 1 - ((i - low) / max(0.001, high - low)).clamp(0, 1)

@@ -34,6 +34,12 @@ class Metadata:
             raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted a finite number")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(f"{self.arch}.{key}", default)
+        if not isinstance(value, bool):
+            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted true or false")
+        return value
+
     def text(self, key: str, default: str) -> str:
         value = self.values.get(f"{self.arch}.{key}", default)
         if not isinstance(value, str):
@@ -55,6 +61,19 @@ class Metadata:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnRange:
+    """Which frequencies YaRN keeps: those that turn more than `fast` times in the original context.
+
+    Those that turn less than `slow` times are divided by the factor; in between it goes over gradually, from one
+    whole pair to another if `whole`.
+    """
+
+    fast: float = 32.0
+    slow: float = 1.0
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding of the first `rotary_dim` dimensions of each head (reference: Su et al. 2021).
 
@@ -67,7 +86,8 @@ class RopeSpec:
     scaling: Literal["none", "linear", "yarn"] = "none"
     factor: float = 1.0
     original_context: int = 0
-    attention_factor: float = 1.0  # multiplies cos and sin, on top of YaRN's own 1 + 0.1 ln(factor)
+    yarn: YarnRange = YarnRange()
+    magnitude: float = 1.0  # multiplies cos and sin
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What the architectures of the Llama line share: keys, defaults, shapes. Source: GGUF key conventions."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -13,11 +14,17 @@ from leanmoe.models.spec import (
     ModelSpec,
     RopeSpec,
     RouterSpec,
+    YarnRange,
 )
 
 
-def read_rope(meta: Metadata, style: Literal["neox", "norm"], head_dim: int) -> RopeSpec:
-    """Rope keys. A scaling type that lean does not compute is refused rather than ignored."""
+def read_rope(
+    meta: Metadata, style: Literal["neox", "norm"], head_dim: int, *, whole_pairs: bool = True
+) -> RopeSpec:
+    """Rope keys. A scaling type that lean does not compute is refused rather than ignored.
+
+    `whole_pairs` is what the architecture's YaRN does where the file does not say.
+    """
     rotary = meta.integer("rope.dimension_count", head_dim, low=2, high=head_dim)
     if rotary % 2:
         raise FormatError(
@@ -39,11 +46,34 @@ def read_rope(meta: Metadata, style: Literal["neox", "norm"], head_dim: int) -> 
     if kind == "linear":
         return replace(rope, scaling="linear", factor=factor)
     if kind == "yarn":
-        original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"), low=1)
-        attn = meta.number("rope.scaling.attn_factor", 1.0)
-        return replace(rope, scaling="yarn", factor=factor, original_context=original, attention_factor=attn)
+        return _read_yarn(meta, replace(rope, scaling="yarn", factor=factor), whole_pairs)
     raise UnsupportedError(
         f"{meta.source}: rope scaling '{kind}' is not supported; supported: none, linear, yarn"
+    )
+
+
+def _read_yarn(meta: Metadata, rope: RopeSpec, whole_pairs: bool) -> RopeSpec:
+    """YaRN's own keys (Peng et al. 2023).
+
+    The bounds are read where the file has them: llama.cpp ignores them, but they are the model's.
+    `yarn_whole_pairs` is lean's own key; llama.cpp always takes whole pairs.
+    """
+    original = meta.integer("rope.scaling.original_context_length", meta.integer("context_length"), low=1)
+    fast = meta.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = meta.number("rope.scaling.yarn_beta_slow", 1.0)
+    if not fast >= slow > 0:
+        raise FormatError(
+            f"{meta.source}: {meta.arch}.rope.scaling.yarn_beta_fast is {fast} and yarn_beta_slow {slow}; "
+            "wanted positive numbers, the first not below the second"
+        )
+    whole = meta.flag("rope.scaling.yarn_whole_pairs", whole_pairs)
+    # A log multiplier says that the magnitude is in the attention's scale instead.
+    own = 1.0 if meta.has("rope.scaling.yarn_log_multiplier") else 1 + 0.1 * math.log(rope.factor)
+    return replace(
+        rope,
+        original_context=original,
+        yarn=YarnRange(fast, slow, whole),
+        magnitude=own * meta.number("rope.scaling.attn_factor", 1.0),
     )
 
 
