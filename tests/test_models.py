@@ -117,7 +117,7 @@ def test_the_look_ahead_is_exact_where_layers_change_nothing(
         pool.expect = lambda layer, chances: said.update({layer: chances})
         pool.visit = lambda layer, phase, experts: picked.update({layer: experts})
         for layer in llm.decoder.layers:
-            layer.attention.out.data.zero_()
+            layer.mixer.out.data.zero_()
         _decode(llm, TOKENS[:1])
     assert sorted(said) == [1, 2, 3, 4, 5]
     for number, chances in said.items():
@@ -155,6 +155,20 @@ def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed:
     torch.testing.assert_close(mixed[0], want_a[-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mixed[1:], want_b[:-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last[1], want_b[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe"])
+def test_a_copied_sequence_goes_on_by_itself(arch: str, packed: PackTiny) -> None:
+    """Two answers to one prompt would otherwise write into each other's memory."""
+    _, path = packed(arch)
+    with LLM(path) as llm:
+        state = llm.decoder.new_state(64, torch.float16)
+        llm.decoder.forward(Batch.of([(state, TOKENS[:20])]))
+        other = state.copy()
+        assert other.nbytes == state.nbytes
+        want = llm.decoder.forward(Batch.of([(state, [TOKENS[20]])]))
+        llm.decoder.forward(Batch.of([(state, [TOKENS[40]])]))
+        assert torch.equal(llm.decoder.forward(Batch.of([(other, [TOKENS[20]])])), want)
 
 
 @pytest.mark.parametrize("arch", MOE)

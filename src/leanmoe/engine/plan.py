@@ -11,7 +11,7 @@ from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
 from leanmoe.errors import BudgetError, FormatError, UsageError
 from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
 from leanmoe.formats.gguf import GGUFFile
-from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
+from leanmoe.models.spec import ModelSpec
 from leanmoe.pack import Manifest, is_expert_tensor
 from leanmoe.units import format_bytes
 
@@ -209,12 +209,8 @@ class _Needs:
             else:
                 here = first if name == "token_embd.weight" else last
             nbytes += info.nbytes if here else 0
-        state = (
-            spec.state_bytes_per_token(KV_ELEMENT_BYTES[config.kv_type])
-            * context
-            * len(layers)
-            // spec.layers
-        )
+        element = KV_ELEMENT_BYTES[config.kv_type]
+        state = sum(spec.mixers[n].state_bytes(context, element) for n in layers)
         mine = [m for m in manifest.layers if m.layer in layers]
         sizes = {m.layer: m.layout.file_bytes for m in mine}
         counts = {m.layer: m.expert_count for m in mine}
@@ -273,16 +269,11 @@ def _too_small(
 
 def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> int:
     """Upper estimate of the activations alive at once while `threads` threads compute `chunk` tokens."""
-    a, router = spec.attention, spec.router
-    residual = 6 * spec.hidden
-    attention = 4 * (a.heads + 2 * a.kv_heads) * a.head_dim
+    router = spec.router
     dense = 3 * max(spec.dense_width if len(spec.moe_layers) < spec.layers else 0, spec.shared_width)
     moe = router.top_k * (2 * spec.hidden + 3 * spec.expert_width) + 4 * router.experts if router else 0
-    per_token = 4 * (residual + max(attention, dense, moe))
-    # Each thread attends for one block of queries and some of the heads, under a mask of its own.
-    attending = min(threads, -(-chunk // QUERY_BLOCK) * min(threads, a.kv_heads))
-    masks = attending * 5 * min(chunk, QUERY_BLOCK) * context
-    return chunk * per_token + masks + 3 * 4 * spec.vocab
+    mixing = max(mixer.scratch_bytes(chunk, context, threads) for mixer in set(spec.mixers))
+    return 4 * chunk * 6 * spec.hidden + max(mixing, 4 * chunk * max(dense, moe)) + 3 * 4 * spec.vocab
 
 
 def _split_layers(layers: int, budgets: tuple[int, ...]) -> list[range]:

@@ -23,7 +23,7 @@ class Sequence:
         self.state.truncate(0)
 
     def keep_prefix(self, tokens: SequenceOf[int]) -> int:
-        """Forgets what `tokens` does not begin with; returns how many tokens need not be fed again.
+        """Forgets what `tokens` does not begin with (or more); returns how many tokens need not be fed again.
 
         At least one token of `tokens` is always left to feed, since its logits are wanted.
         """
@@ -32,9 +32,9 @@ class Sequence:
             if mine != wanted:
                 break
             shared += 1
-        del self.tokens[shared:]
-        self.state.truncate(shared)
-        return shared
+        kept = self.state.truncate(shared)
+        del self.tokens[kept:]
+        return kept
 
 
 def prefill(

@@ -8,8 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from leanmoe.kernels import linear
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
-from leanmoe.models.rope import Rope
-from leanmoe.models.spec import QUERY_BLOCK, ModelSpec
+from leanmoe.models.rope import Rope, RopeTables
+from leanmoe.models.spec import QUERY_BLOCK, AttentionSpec, ModelSpec
+from leanmoe.models.state import KVState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers
 
@@ -20,9 +21,12 @@ _PARALLEL_WORK = 1 << 22
 class Attention:
     """`out = W_o softmax(scale q k^T + causal mask) v` for one layer."""
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, workers: Workers) -> None:
-        a, prefix = spec.attention, f"blk.{layer}."
+    def __init__(
+        self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int, workers: Workers
+    ) -> None:
+        a, prefix = mixer, f"blk.{layer}."
         self.spec, self.layer, self.workers = a, layer, workers
+        self.rope = Rope(a.rope, trunk.vector_if_present("rope_freqs.weight", a.rope.rotary_dim // 2))
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.q = trunk.weight(prefix + "attn_q.weight", q_size, spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
@@ -41,9 +45,11 @@ class Attention:
                 trunk.vector(prefix + "attn_k_norm.weight", kv_size if whole else a.head_dim), spec.eps
             )
 
-    def __call__(
-        self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def new_state(self, capacity: int, dtype: torch.dtype) -> KVState:
+        """Room for the keys and values of `capacity` tokens of one sequence."""
+        return KVState(self.spec.kv_heads, self.spec.head_dim, capacity, dtype, self.out.data.device)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
         q, k, v = (
@@ -55,10 +61,11 @@ class Attention:
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
         if a.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.apply(q, tables), rope.apply(k, tables)
+        turn = tables.of(self.rope, x.device)
+        q, k = self.rope.apply(q, turn), self.rope.apply(k, turn)
         mixed = torch.empty_like(q)
         for s in batch.segments:
-            keys, values = s.state.extend(self.layer, s.start, k[s.rows], v[s.rows])
+            keys, values = s.state.kv(self.layer).extend(s.start, k[s.rows], v[s.rows])
             _attend(q[s.rows], keys, values, a.scale, mixed[s.rows], self.workers)
         return _biased(linear(self.out, mixed.view(-1, a.heads * a.head_dim)), self.out_bias)
 

@@ -1,4 +1,6 @@
-"""The decoder: embedding, layers of attention and feed-forward, output head. The whole network in one page."""
+"""The decoder: embedding, layers of mixer and feed-forward, output head. The whole network in one page."""
+
+from typing import Any, Protocol
 
 import torch
 
@@ -9,22 +11,37 @@ from leanmoe.models.batch import Batch
 from leanmoe.models.lookahead import Gate, attach
 from leanmoe.models.moe import DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
-from leanmoe.models.rope import Rope
-from leanmoe.models.spec import ModelSpec
-from leanmoe.models.state import SequenceState
+from leanmoe.models.rope import RopeTables
+from leanmoe.models.spec import AttentionSpec, ModelSpec
+from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
 
 
+class Mixer(Protocol):
+    """The half of a layer in which tokens see those before them."""
+
+    def new_state(self, capacity: int, dtype: torch.dtype) -> LayerState:
+        """What the layer keeps of a new sequence with room for `capacity` tokens; `dtype` is that of KV caches."""
+
+    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]; takes the N tokens into the states of their sequences."""
+
+
+# Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, workers).
+_MIXERS: dict[type, Any] = {AttentionSpec: Attention}
+
+
 class Layer:
-    """`h = x + attention(norm1(x)); y = h + ffn(norm2(h))`."""
+    """`h = x + mixer(norm1(x)); y = h + ffn(norm2(h))`."""
 
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None, workers: Workers
     ) -> None:
         prefix = f"blk.{index}."
         self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
-        self.attention = Attention(trunk, spec, index, workers)
+        mixer = spec.mixers[index]
+        self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index, workers)
         self.norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
         self.ffn: FeedForward
         if index in spec.moe_layers:
@@ -33,10 +50,8 @@ class Layer:
         else:
             self.ffn = DenseFFN(trunk, spec.hidden, spec.dense_width, index)
 
-    def __call__(
-        self, x: torch.Tensor, batch: Batch, rope: Rope, tables: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        h = x + self.attention(self.norm1(x), batch, rope, tables)
+    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        h = x + self.mixer(self.norm1(x), batch, tables)
         return h + self.ffn(self.norm2(h), batch.phase, h)
 
 
@@ -53,8 +68,6 @@ class Decoder:
     ) -> None:
         self.spec, self.devices = spec, devices
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
-        factors = trunk.vector_if_present("rope_freqs.weight", spec.attention.rope.rotary_dim // 2)
-        self.rope = Rope(spec.attention.rope, factors)
         self.layers = [Layer(trunk, spec, i, pool, workers) for i in range(spec.layers)]
         if pool is not None and pool.predicting:
             self._look_ahead(pool)
@@ -64,7 +77,7 @@ class Decoder:
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
         """An empty sequence with room for `capacity` tokens."""
-        return SequenceState(self.spec, capacity, dtype, self.devices)
+        return SequenceState([layer.mixer.new_state(capacity, dtype) for layer in self.layers], capacity)
 
     def _look_ahead(self, pool: ExpertPool) -> None:
         """Lets each layer's picks and state predict the layers after it that are on the same device."""
@@ -88,11 +101,9 @@ class Decoder:
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
         x = embed(self.embedding, batch.tokens)
-        tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        tables = RopeTables(batch.positions)
         for layer, device in zip(self.layers, self.devices, strict=True):
-            if device not in tables:
-                tables[device] = self.rope.tables(batch.positions, device)
-            x = layer(x.to(device), batch, self.rope, tables[device])
+            x = layer(x.to(device), batch, tables)
         wanted = self.norm(x[batch.logit_rows.to(x.device)])
         logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
         for s in batch.segments:

@@ -24,21 +24,21 @@ class Rope:
             ramp = _yarn_extrapolation(spec)
             freq = freq / spec.factor * (1 - ramp) + freq * ramp
         self._freq = freq
-        self._spec = spec
+        self.spec = spec
 
     def tables(self, positions: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, rotary_dim / 2] for token positions [T]; computed once per forward pass."""
+        """cos and sin [T, 1, rotary_dim / 2] for token positions [T]."""
         angle = positions.to("cpu", torch.float64)[:, None] * self._freq
-        cos = (angle.cos() * self._spec.magnitude).float().unsqueeze(1).to(device)
-        sin = (angle.sin() * self._spec.magnitude).float().unsqueeze(1).to(device)
+        cos = (angle.cos() * self.spec.magnitude).float().unsqueeze(1).to(device)
+        sin = (angle.sin() * self.spec.magnitude).float().unsqueeze(1).to(device)
         return cos, sin
 
     def apply(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x [T, heads, head_dim] rotated."""
         cos, sin = tables
-        n = self._spec.rotary_dim
+        n = self.spec.rotary_dim
         rotated, rest = x[..., :n], x[..., n:]
-        if self._spec.style == "neox":
+        if self.spec.style == "neox":
             a, b = rotated[..., : n // 2], rotated[..., n // 2 :]
             out = torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
         else:
@@ -46,6 +46,21 @@ class Rope:
             turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
             out = torch.cat((turned, rest), dim=-1)
         return out
+
+
+class RopeTables:
+    """The tables for the positions [T] of one forward pass, made once for each distinct rope and device."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self._made: dict[tuple[RopeSpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, 1, rotary_dim / 2] on `device`. Ropes of one model with equal specs share tables."""
+        key = rope.spec, device
+        if key not in self._made:
+            self._made[key] = rope.tables(self._positions, device)
+        return self._made[key]
 
 
 def _yarn_extrapolation(spec: RopeSpec) -> torch.Tensor:

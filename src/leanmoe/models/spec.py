@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from leanmoe.errors import FormatError
 
@@ -90,6 +90,19 @@ class RopeSpec:
     magnitude: float = 1.0  # multiplies cos and sin
 
 
+class MixerSpec(Protocol):
+    """How the tokens of a layer see those before them, and what that takes. Kinds of it: the classes below.
+
+    The layer class for each kind is in `decoder`. Equal layers share one object.
+    """
+
+    def state_bytes(self, context: int, element_bytes: int) -> int:
+        """Bytes that one layer keeps of a sequence of `context` tokens; a KV number takes `element_bytes`."""
+
+    def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
+        """Upper estimate of what `chunk` tokens need at once in one layer, beside the residual stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention: `heads` query heads share `kv_heads` key and value heads of `head_dim`.
@@ -104,9 +117,14 @@ class AttentionSpec:
     scale: float
     qk_norm: Literal["head", "full"] | None = None
 
-    def kv_elements(self) -> int:
-        """Numbers that one token leaves in the KV cache of one layer."""
-        return 2 * self.kv_heads * self.head_dim
+    def state_bytes(self, context: int, element_bytes: int) -> int:
+        return context * 2 * self.kv_heads * self.head_dim * element_bytes
+
+    def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
+        # Each thread attends for one block of queries and some of the heads, under a mask of its own.
+        attending = min(threads, -(-chunk // QUERY_BLOCK) * min(threads, self.kv_heads))
+        masks = attending * 5 * min(chunk, QUERY_BLOCK) * context
+        return 4 * chunk * (self.heads + 2 * self.kv_heads) * self.head_dim + masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +144,17 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model's shape. `router` is None for a dense model; `norm2` names the norm before the FFN."""
+    """One model's shape. `mixers[i]` is layer i's; `router` is None for a dense model.
+
+    `norm2` names the norm before the FFN.
+    """
 
     architecture: str
-    layers: int
     hidden: int
     vocab: int
     context_length: int
     eps: float
-    attention: AttentionSpec
+    mixers: tuple[MixerSpec, ...]
     dense_width: int
     router: RouterSpec | None = None
     expert_width: int = 0
@@ -144,6 +164,6 @@ class ModelSpec:
     norm2: str = "ffn_norm"
     activation: str = "silu"
 
-    def state_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes that a token adds to a sequence's state, over all layers."""
-        return self.layers * self.attention.kv_elements() * element_bytes
+    @property
+    def layers(self) -> int:
+        return len(self.mixers)

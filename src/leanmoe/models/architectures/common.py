@@ -1,6 +1,7 @@
 """What the architectures of the Llama line share: keys, defaults, shapes. Source: GGUF key conventions."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -11,6 +12,7 @@ from leanmoe.models.spec import (
     MAX_LAYERS,
     AttentionSpec,
     Metadata,
+    MixerSpec,
     ModelSpec,
     RopeSpec,
     RouterSpec,
@@ -116,13 +118,17 @@ def read_spec(
     meta: Metadata,
     gguf: GGUFFile,
     *,
-    attention: AttentionSpec,
+    mixer: MixerSpec | Callable[[int], MixerSpec],
     router: RouterSpec | None,
     expert_width: int = 0,
     shared_width: int = 0,
+    norm2: str = "ffn_norm",
     eps: float | None = None,
 ) -> ModelSpec:
-    """Assembles the spec and checks it against the tensors that the file lists."""
+    """Assembles the spec and checks it against the tensors that the file lists.
+
+    `mixer` is that of every layer, or gives that of each.
+    """
     blocks = meta.integer("block_count", low=1, high=MAX_LAYERS)
     layers = blocks - meta.integer("nextn_predict_layers", 0, high=blocks - 1)  # MTP blocks come last
     hidden = meta.integer("embedding_length", low=1, high=2**20)
@@ -140,18 +146,18 @@ def read_spec(
         )
     return ModelSpec(
         architecture=meta.arch,
-        layers=layers,
         hidden=hidden,
         vocab=embedding.ne[1],
         context_length=meta.integer("context_length", low=1),
         eps=meta.number("attention.layer_norm_rms_epsilon") if eps is None else eps,
-        attention=attention,
+        mixers=tuple(mixer(n) if callable(mixer) else mixer for n in range(layers)),
         dense_width=meta.integer("feed_forward_length", 0),
         router=router,
         expert_width=expert_width,
         shared_width=shared_width,
         shared_gate=any(f"blk.{n}.ffn_gate_inp_shexp.weight" in gguf.tensors for n in moe),
         moe_layers=moe,
+        norm2=norm2,
     )
 
 

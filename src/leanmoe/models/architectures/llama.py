@@ -15,7 +15,7 @@ def _llama(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
         if router
         else 0
     )
-    return read_spec(meta, gguf, attention=read_attention(meta, "norm"), router=router, expert_width=width)
+    return read_spec(meta, gguf, mixer=read_attention(meta, "norm"), router=router, expert_width=width)
 
 
 READERS = {"llama": _llama}

@@ -12,7 +12,7 @@ def _olmoe(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
     router = read_router(meta, renormalise=False)
     width = meta.integer("expert_feed_forward_length", meta.integer("feed_forward_length", low=1), low=1)
     attention = read_attention(meta, "neox", "full")
-    return read_spec(meta, gguf, attention=attention, router=router, expert_width=width, eps=1e-5)
+    return read_spec(meta, gguf, mixer=attention, router=router, expert_width=width, eps=1e-5)
 
 
 READERS = {"olmoe": _olmoe}

@@ -9,7 +9,7 @@ from leanmoe.models.spec import Metadata, ModelSpec
 
 
 def _qwen2(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
-    return read_spec(meta, gguf, attention=read_attention(meta, "neox"), router=None)
+    return read_spec(meta, gguf, mixer=read_attention(meta, "neox"), router=None)
 
 
 def _qwen2moe(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
@@ -18,7 +18,7 @@ def _qwen2moe(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
     return read_spec(
         meta,
         gguf,
-        attention=read_attention(meta, "neox"),
+        mixer=read_attention(meta, "neox"),
         router=router,
         expert_width=qwen_expert_width(meta, router),
         shared_width=shared or (meta.integer("feed_forward_length", 0) if router else 0),

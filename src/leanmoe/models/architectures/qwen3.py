@@ -9,14 +9,14 @@ from leanmoe.models.spec import Metadata, ModelSpec
 
 
 def _qwen3(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
-    return read_spec(meta, gguf, attention=read_attention(meta, "neox", "head"), router=None)
+    return read_spec(meta, gguf, mixer=read_attention(meta, "neox", "head"), router=None)
 
 
 def _qwen3moe(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
     router = read_router(meta, renormalise=True)
     width = qwen_expert_width(meta, router)
     return read_spec(
-        meta, gguf, attention=read_attention(meta, "neox", "head"), router=router, expert_width=width
+        meta, gguf, mixer=read_attention(meta, "neox", "head"), router=router, expert_width=width
     )
 
 
