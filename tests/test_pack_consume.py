@@ -12,6 +12,7 @@ from leanmoe.formats.gguf import read_gguf
 from leanmoe.pack import PackProgress, consume, open_pack, pack_gguf, steps, verify_pack, writer
 from leanmoe.pack.consume import whole_pages
 from leanmoe.pack.plan import plan_pack
+from leanmoe.pack.source import GGUFSource
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -57,7 +58,7 @@ def test_all_shards_are_consumed(tmp_path: Path) -> None:
 def test_less_free_space_is_wanted(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check for free space would refuse what --consume makes possible."""
     real = os.statvfs(tmp_path)
-    plan = plan_pack(read_gguf(source))
+    plan = plan_pack(GGUFSource(read_gguf(source)))
     free = plan.nbytes // 2
     values = list(real)
     values[4] = free // real.f_frsize  # f_bavail

@@ -9,7 +9,21 @@ import pytest
 import leanmoe
 
 ROOT = Path(leanmoe.__file__).parent
-ROOMS = ["bench", "cli", "server", "engine", "text", "models", "experts", "kernels", "pack", "formats"]
+ROOMS = [
+    *(
+        "bench",
+        "cli",
+        "server",
+        "engine",
+        "convert",
+        "text",
+        "models",
+        "experts",
+        "kernels",
+        "pack",
+        "formats",
+    ),
+]
 SHARED = {"errors", "units"}
 FILES = sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))
 

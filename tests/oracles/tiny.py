@@ -107,11 +107,8 @@ def tiny_gguf(path: Path, arch: str, quant: str = "F32", seed: int = 0, **overri
     width 256, with fallback types as llama-quantize where rows do not divide (`moe_intermediate_size=288`).
     """
     family = _FAMILIES[arch]
-    config: dict[str, Any] = _SMALL | dict(family.config)
-    if quant not in ("F32", "F16", "BF16"):
-        config |= _WIDE | {name: 256 for name in config if name.endswith("intermediate_size")}
-    config |= overrides
-    model = _random_hf_model(family, config, seed)
+    wide = quant not in ("F32", "F16", "BF16")
+    model, config = tiny_hf_model(arch, seed, wide=wide, **overrides)
     writer = gguf.GGUFWriter(path, family.architecture)
     _add_metadata(writer, family, config, model.config)
     add_tokenizer(writer, family.pre)
@@ -122,6 +119,18 @@ def tiny_gguf(path: Path, arch: str, quant: str = "F32", seed: int = 0, **overri
     writer.write_tensors_to_file()
     writer.close()
     return TinyModel(path, model, config)
+
+
+def tiny_hf_model(
+    arch: str, seed: int = 0, *, wide: bool = False, **overrides: Any
+) -> tuple["PreTrainedModel", dict[str, Any]]:
+    """A random float32 model of `arch` and what it was configured with; `wide` makes every row 256 long or more."""
+    family = _FAMILIES[arch]
+    config: dict[str, Any] = _SMALL | dict(family.config)
+    if wide:
+        config |= _WIDE | {name: 256 for name in config if name.endswith("intermediate_size")}
+    config |= overrides
+    return _random_hf_model(family, config, seed), config
 
 
 def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "PreTrainedModel":

@@ -1,5 +1,7 @@
 """A small but complete byte-level BPE vocabulary for tiny models: any text in, the same text out."""
 
+from typing import Any
+
 import gguf
 
 _MERGES = [
@@ -41,3 +43,42 @@ def add_tokenizer(writer: gguf.GGUFWriter, pre: str = "qwen2") -> None:
     writer.add_pad_token_id(_TOKENS.index("<|pad|>"))
     writer.add_add_bos_token(False)
     writer.add_chat_template(_CHAT_TEMPLATE)
+
+
+def tokenizer_files(pre: str = "qwen2") -> dict[str, Any]:
+    """The same tokenizer as a checkpoint has it: `tokenizer.json` and `tokenizer_config.json`, as JSON values."""
+    from leanmoe.text.pretokenizers import PRE_TOKENIZERS
+
+    splits: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in PRE_TOKENIZERS[pre].patterns
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    plain = len(_TOKENS) - len(_SPECIAL)
+    added = [
+        {"id": plain + i, "content": text, "special": True, "normalized": False, "single_word": False}
+        | {"lstrip": False, "rstrip": False}
+        for i, text in enumerate(_SPECIAL)
+    ]
+    model = {
+        "type": "BPE",
+        "vocab": {text: token for token, text in enumerate(_TOKENS[:plain])},
+        "merges": [merge.split(" ") for merge in _MERGES],
+        "ignore_merges": PRE_TOKENIZERS[pre].ignore_merges,
+    }
+    document = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": byte_level,
+        "decoder": byte_level,
+        "model": model,
+    }
+    settings = {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": {"content": "<|pad|>"},
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    return {"tokenizer.json": document, "tokenizer_config.json": settings}

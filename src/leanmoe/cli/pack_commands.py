@@ -19,22 +19,48 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from leanmoe.convert import QUANTS, CheckpointSource
+from leanmoe.errors import UsageError
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
-from leanmoe.pack import PackProgress, Summary, default_output, pack_gguf, summarize, verify_pack
+from leanmoe.pack import PackProgress, Summary, default_output, pack_gguf, pack_source, summarize, verify_pack
 from leanmoe.units import format_bytes
 
 
 def pack(
-    source: Annotated[Path, typer.Argument(metavar="GGUF", help="The model; of a split model, any shard.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="GGUF_OR_FOLDER",
+            help="A GGUF model (of a split one, any shard), or a folder with a safetensors checkpoint.",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Argument(help="The pack to make. [default: NAME.lmpack beside GGUF]")
+        Path | None, typer.Argument(help="The pack to make. [default: NAME.lmpack beside the model]")
+    ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Quantise a checkpoint: {', '.join(QUANTS)}. [default: the types that it is stored in]"
+        ),
     ] = None,
     consume: Annotated[
         bool, typer.Option("--consume", help="Free the GGUF as it is packed, and delete it at the end.")
     ] = False,
 ) -> None:
-    """Make a pack from a GGUF model. Run it again to resume after an interruption."""
+    """Make a pack from a GGUF model or a safetensors checkpoint. Run it again to resume after an interruption."""
+    if source.is_dir():
+        out = out or source.resolve().with_name(source.resolve().name + ".lmpack")
+        if out.exists():
+            raise UsageError(f"{out}: already exists; delete it, or give another name")
+        checkpoint = CheckpointSource(source, quant)
+        model_spec(checkpoint.gguf)
+        with _progress_bar("packing") as report:
+            pack_source(checkpoint, out, consume=consume, progress=report)
+        print(out)
+        return
+    if quant is not None:
+        raise UsageError(f"{source}: --quant is for safetensors checkpoints; a GGUF is packed as it is")
     out = out or default_output(source)
     if source.exists() and not out.exists():
         model_spec(read_gguf(source))  # better refused now than after hours of copying

@@ -4,6 +4,7 @@ Source: the GGUF format, versions 2 and 3, little endian. Every count, length an
 untrusted: it is compared with the size of the file before anything is allocated or looped over.
 """
 
+import io
 import logging
 import os
 import struct
@@ -132,9 +133,8 @@ class StringArray(Sequence[str]):
 class _Cursor:
     """A position in a file's header. Reads ahead in doubling steps, within the file and the limit."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self.file, self.path = file, path
-        self.size = os.fstat(file.fileno()).st_size
+    def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
+        self.file, self.path, self.size = file, path, size
         self.buffer = bytearray()
         self.position = 0
         self.nested_arrays = 0
@@ -193,20 +193,28 @@ def read_header(path: Path) -> Header:
     Raises `FormatError`, `UnsupportedError` and `OSError`.
     """
     with path.open("rb") as file:
-        cursor = _Cursor(file, path)
-        tensor_count, key_count = _read_preamble(cursor)
-        metadata: dict[str, Any] = {}
-        spans: dict[str, tuple[int, int]] = {}
-        for index in range(key_count):
-            start = cursor.position
-            key = cursor.name(f"the name of key {index} of {key_count}", MAX_KEY_BYTES)
-            if key in metadata:
-                raise cursor.error(f"key '{key}' appears twice")
-            (kind,) = cursor.unpack(_U32, f"the type of key '{key}'")
-            metadata[key] = _read_value(cursor, kind, f"key '{key}'")
-            spans[key] = (start, cursor.position)
-        alignment = _alignment(cursor, metadata)
-        entries = [_read_tensor_entry(cursor, index, tensor_count) for index in range(tensor_count)]
+        return _read(_Cursor(file, path, os.fstat(file.fileno()).st_size))
+
+
+def parse_header(header: bytes, path: Path, size: int) -> Header:
+    """The header in `header`, of a file `path` that would have `size` bytes. Raises as `read_header`."""
+    return _read(_Cursor(io.BytesIO(header), path, size))
+
+
+def _read(cursor: _Cursor) -> Header:
+    tensor_count, key_count = _read_preamble(cursor)
+    metadata: dict[str, Any] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for index in range(key_count):
+        start = cursor.position
+        key = cursor.name(f"the name of key {index} of {key_count}", MAX_KEY_BYTES)
+        if key in metadata:
+            raise cursor.error(f"key '{key}' appears twice")
+        (kind,) = cursor.unpack(_U32, f"the type of key '{key}'")
+        metadata[key] = _read_value(cursor, kind, f"key '{key}'")
+        spans[key] = (start, cursor.position)
+    alignment = _alignment(cursor, metadata)
+    entries = [_read_tensor_entry(cursor, index, tensor_count) for index in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
     tensors = _place_tensors(cursor, entries, data_start, alignment)
     del cursor.buffer[cursor.position :]

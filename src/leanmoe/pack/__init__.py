@@ -6,18 +6,22 @@ from leanmoe.pack.manifest import LayerManifest, Manifest, SourceFile
 from leanmoe.pack.plan import expert_layouts
 from leanmoe.pack.reader import Pack, open_pack
 from leanmoe.pack.slices import is_expert_tensor
+from leanmoe.pack.source import GGUFSource, Reader, Source
 from leanmoe.pack.summary import Summary, summarize
 from leanmoe.pack.verify import Fault, verify_pack
-from leanmoe.pack.writer import default_output, pack_gguf
+from leanmoe.pack.writer import default_output, pack_gguf, pack_source
 
 __all__ = [
     "ExpertLayout",
     "Fault",
+    "GGUFSource",
     "LayerManifest",
     "Manifest",
     "Pack",
     "PackProgress",
+    "Reader",
     "Section",
+    "Source",
     "SourceFile",
     "Summary",
     "default_output",
@@ -25,6 +29,7 @@ __all__ = [
     "is_expert_tensor",
     "open_pack",
     "pack_gguf",
+    "pack_source",
     "summarize",
     "verify_pack",
 ]

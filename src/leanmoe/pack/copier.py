@@ -10,10 +10,10 @@ from types import TracebackType
 
 import blake3
 
-from leanmoe.errors import FormatError
-from leanmoe.pack.consume import punch, whole_pages
+from leanmoe.pack.consume import whole_pages
 from leanmoe.pack.journal import Journal
 from leanmoe.pack.plan import Piece
+from leanmoe.pack.source import Source, read_at
 from leanmoe.pack.steps import Part
 
 CHUNK = 4 << 20
@@ -43,13 +43,13 @@ def sync_directory(path: Path) -> None:
 
 
 class Copier:
-    """Writes parts of targets into `directory`. A context manager: it owns the open source files.
+    """Writes parts of targets into `directory`. A context manager: it owns the open source.
 
     Memory is one chunk whatever the model's size; what was read or written is dropped from the page cache.
     """
 
     def __init__(
-        self, directory: Path, shards: Iterable[Path], journal: Journal, report: Callable[[int, str], None]
+        self, directory: Path, source: Source, journal: Journal, report: Callable[[int, str], None]
     ) -> None:
         """`report` is called with the bytes just written and the file's name. Raises `OSError`."""
         self.directory, self.journal, self.report = directory, journal, report
@@ -57,13 +57,9 @@ class Copier:
         self._zeros = bytes(CHUNK)
         self._hasher = blake3.blake3()
         self._hashed: tuple[str, int] | None = None
-        self._inputs: dict[Path, int] = {}
         self._stack = ExitStack()
-        flags = os.O_CLOEXEC | (os.O_RDWR if journal.consuming else os.O_RDONLY)
         with ExitStack() as stack:
-            for shard in shards:
-                self._inputs[shard] = os.open(shard, flags)
-                stack.callback(os.close, self._inputs[shard])
+            self._source = stack.enter_context(source.open(journal.consuming))
             self._syncing = stack.enter_context(ThreadPoolExecutor(_SYNCING))
             self._stack = stack.pop_all()
 
@@ -106,7 +102,7 @@ class Copier:
         """Frees the source's bytes of `parts`, which are on disk and recorded; nothing unless consuming."""
         if self.journal.consuming:
             for path, start, end in whole_pages(r for part in parts for r in part.source_ranges()):
-                punch(self._inputs[path], start, end - start)
+                self._source.free(path, start, end - start)
 
     def _write(self, part: Part, output: int, path: Path) -> None:
         if part.start == 0:
@@ -126,7 +122,9 @@ class Copier:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for at in range(0, nbytes, CHUNK):
-                self._hasher.update(self._read(fd, path, at, min(CHUNK, nbytes - at)))
+                data = self._buffer[: min(CHUNK, nbytes - at)]
+                read_at(fd, path, at, data)
+                self._hasher.update(data)
         finally:
             os.close(fd)
 
@@ -134,7 +132,8 @@ class Copier:
         for at in range(0, piece.nbytes, CHUNK):
             nbytes = min(CHUNK, piece.nbytes - at)
             if piece.path is not None:
-                data = self._read(self._inputs[piece.path], piece.path, piece.offset + at, nbytes)
+                data = self._buffer[:nbytes]
+                self._source.read(piece.path, piece.offset + at, data)
             else:
                 data = memoryview(piece.data or self._zeros)[at if piece.data else 0 :][:nbytes]
             self._hasher.update(data)
@@ -142,21 +141,4 @@ class Copier:
                 data = data[os.write(output, data) :]
             self.report(nbytes, name)
         if piece.path is not None:
-            os.posix_fadvise(self._inputs[piece.path], piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
-
-    def _read(self, fd: int, path: Path, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` at `offset`, in the shared buffer: valid until the next read."""
-        got = 0
-        while got < nbytes:
-            try:
-                count = os.preadv(fd, [self._buffer[got:nbytes]], offset + got)
-            except OSError as error:
-                raise FormatError(
-                    f"{path}: reading at byte {offset + got} failed: {error.strerror}"
-                ) from error
-            if count == 0:
-                raise FormatError(
-                    f"{path}: ends at byte {offset + got}; bytes up to {offset + nbytes} were wanted"
-                )
-            got += count
-        return self._buffer[:nbytes]
+            self._source.done(piece.path, piece.offset, piece.nbytes)

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import blake3
-
-from leanmoe.errors import FormatError
 from leanmoe.formats.gguf import GGUFFile, TensorInfo, encode_header, encode_u32
 from leanmoe.pack.digests import TRUNK, expert_name
 from leanmoe.pack.layout import ExpertLayout
-from leanmoe.pack.manifest import FILE_ALIGNMENT, LayerManifest, Manifest, SourceFile
+from leanmoe.pack.manifest import FILE_ALIGNMENT, LayerManifest, Manifest
 from leanmoe.pack.slices import LayerSlices, Split, split_experts
+from leanmoe.pack.source import GGUFSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,9 @@ class PackPlan:
         return sum(target.nbytes for target in self.targets)
 
 
-def plan_pack(gguf: GGUFFile) -> PackPlan:
-    """The plan for packing `gguf`. Raises as `split_experts`, and `FormatError` if a shard cannot be read."""
+def plan_pack(source: Source) -> PackPlan:
+    """The plan for packing `source`. Raises as `split_experts`, and `FormatError` if a file cannot be read."""
+    gguf = source.gguf
     split = split_experts(gguf)
     trunk = _trunk(gguf, split)
     layers = tuple(LayerManifest(part.layer, split.expert_count, part.layout) for part in split.layers)
@@ -57,7 +56,7 @@ def plan_pack(gguf: GGUFFile) -> PackPlan:
         expert_count=split.expert_count,
         expert_used_count=split.expert_used_count,
         layers=layers,
-        source=tuple(map(_source_file, gguf.shards, gguf.data_starts)),
+        source=source.describe(),
         trunk_bytes=trunk.nbytes,
         skipped=tuple(tensor.name for tensor in split.skipped),
     )
@@ -71,16 +70,7 @@ def plan_pack(gguf: GGUFFile) -> PackPlan:
 
 def expert_layouts(gguf: GGUFFile) -> Manifest:
     """The manifest that a pack of `gguf` would have; reads headers only. Raises as `plan_pack`."""
-    return plan_pack(gguf).manifest
-
-
-def _source_file(path: Path, data_start: int) -> SourceFile:
-    try:
-        with path.open("rb") as file:
-            digest = blake3.blake3(file.read(data_start)).hexdigest()
-        return SourceFile(path.name, path.stat().st_size, digest)
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    return plan_pack(GGUFSource(gguf)).manifest
 
 
 def _trunk(gguf: GGUFFile, split: Split) -> Target:

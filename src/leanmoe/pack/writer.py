@@ -1,4 +1,4 @@
-"""Writes a pack from a GGUF model. The order of writing, and what a kill leaves behind: docs/format.md."""
+"""Writes a pack from a model. The order of writing, and what a kill leaves behind: docs/format.md."""
 
 import errno
 import os
@@ -10,11 +10,11 @@ import blake3
 
 from leanmoe.errors import BudgetError, FormatError, UsageError
 from leanmoe.formats.gguf import read_gguf
-from leanmoe.pack.consume import check_consumable
 from leanmoe.pack.copier import Copier, PackProgress, ProgressCallback, sync_directory
 from leanmoe.pack.digests import DIGESTS, EXPERTS, MANIFEST, format_digests
 from leanmoe.pack.journal import JOURNAL, Fingerprint, Journal
 from leanmoe.pack.plan import PackPlan, plan_pack
+from leanmoe.pack.source import GGUFSource, Source
 from leanmoe.pack.steps import finished_parts, peak_growth, plan_steps
 from leanmoe.units import format_bytes
 
@@ -43,31 +43,48 @@ def pack_gguf(
         if os.path.lexists(out):
             _finish_consuming(source, out, consume)
         else:
-            _pack(source, out, consume, progress)
+            pack_source(GGUFSource(read_gguf(source)), out, consume=consume, progress=progress)
     except OSError as error:
-        raise UsageError(f"{error.filename or out}: packing stopped: {error.strerror or error}") from error
+        raise _stopped(out, error) from error
     return out
 
 
-def _pack(source: Path, out: Path, consume: bool, progress: ProgressCallback | None) -> None:
-    gguf = read_gguf(source)
+def pack_source(
+    source: Source, out: Path | str, *, consume: bool = False, progress: ProgressCallback | None = None
+) -> Path:
+    """Packs any `source` into the directory `out`, which must not exist yet; else as `pack_gguf`."""
+    out = Path(out)
+    try:
+        _pack(source, out, consume, progress)
+    except OSError as error:
+        raise _stopped(out, error) from error
+    return out
+
+
+def _stopped(out: Path, error: OSError) -> UsageError:
+    return UsageError(f"{error.filename or out}: packing stopped: {error.strerror or error}")
+
+
+def _pack(source: Source, out: Path, consume: bool, progress: ProgressCallback | None) -> None:
+    if os.path.lexists(out):
+        raise UsageError(f"{out}: already exists; delete it, or give another name")
     if not out.parent.is_dir():
         raise UsageError(f"{out.parent}: no such directory; the pack {out.name} was to be written there")
     if consume:
-        check_consumable(gguf.shards)
-    plan = plan_pack(gguf)
+        source.check_consumable()
+    plan = plan_pack(source)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(exist_ok=True)
     journal = Journal(partial)
     try:
-        _fill(partial, plan, journal, gguf.shards, consume, progress)
+        _fill(partial, plan, journal, source, consume, progress)
         if not consume:
             journal.path.unlink()
             sync_directory(partial)
         os.rename(partial, out)
         sync_directory(out.parent)
         if consume:
-            _delete_source(gguf.shards, out)
+            _delete_source(source.files, out)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
@@ -106,30 +123,30 @@ def _fill(
     partial: Path,
     plan: PackPlan,
     journal: Journal,
-    shards: tuple[Path, ...],
+    source: Source,
     consume: bool,
     progress: ProgressCallback | None,
 ) -> None:
     """Makes `partial` a complete pack but for its name and the journal in it."""
     manifest = plan.manifest.to_json()
-    source = Fingerprint.of(blake3.blake3(manifest).hexdigest(), shards)
+    fingerprint = Fingerprint.of(blake3.blake3(manifest).hexdigest(), source.files)
     if journal.source is None and _was_complete(partial, manifest):
         return
     fresh = journal.source is None
-    journal.check(source, consume)
+    journal.check(fingerprint, consume)
     _drop_unrecorded(partial, plan, journal)
     try:
-        _check_space(partial.parent, plan, journal, shards, consume)
+        _check_space(partial.parent, plan, journal, source.files, consume)
     except BudgetError:
         if fresh:
             journal.path.unlink()
             partial.rmdir()
         raise
-    journal.begin(source, consume)
+    journal.begin(fingerprint, consume)
     (partial / EXPERTS).mkdir(exist_ok=True)
-    _write_targets(partial, plan, journal, shards, progress)
-    if not consume and Fingerprint.of(source.manifest_digest, shards) != source:
-        raise FormatError(f"{shards[0]}: changed while it was packed; delete {partial} and pack again")
+    _write_targets(partial, plan, journal, source, progress)
+    if not consume and Fingerprint.of(fingerprint.manifest_digest, source.files) != fingerprint:
+        raise FormatError(f"{source.files[0]}: changed while it was packed; delete {partial} and pack again")
     digests = {MANIFEST: blake3.blake3(manifest).digest()}
     digests |= {target.name: journal.digests[target.name] for target in plan.targets}
     _write_file(partial / MANIFEST, manifest)
@@ -199,7 +216,7 @@ def _write_targets(
     partial: Path,
     plan: PackPlan,
     journal: Journal,
-    shards: tuple[Path, ...],
+    source: Source,
     progress: ProgressCallback | None,
 ) -> None:
     finished = finished_parts(plan.targets, journal.digests, journal.marks)
@@ -211,7 +228,7 @@ def _write_targets(
         if progress is not None:
             progress(PackProgress(done, total, name))
 
-    with Copier(partial, shards, journal, report) as copier:
+    with Copier(partial, source, journal, report) as copier:
         copier.free(finished)
         for step in plan_steps(plan.targets, dict(journal.digests), dict(journal.marks)):
             copier.write_step(step)

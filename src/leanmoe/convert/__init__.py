@@ -1,0 +1,7 @@
+"""Checkpoints in safetensors format to packs, through the GGUF that they would be. One file per architecture."""
+
+from leanmoe.convert.conversion import supported_models
+from leanmoe.convert.mixture import QUANTS
+from leanmoe.convert.model import CheckpointSource
+
+__all__ = ["QUANTS", "CheckpointSource", "supported_models"]

@@ -1,0 +1,1 @@
+"""One file per architecture: its keys, names and transforms. Each defines CONVERSIONS: model_type -> Conversion."""

@@ -1,0 +1,115 @@
+"""What the architectures of the Llama line share: keys and names. Source: GGUF key and tensor name conventions."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from leanmoe.convert.block import Block, Named
+from leanmoe.convert.config import Config
+from leanmoe.errors import UnsupportedError
+from leanmoe.formats.gguf_values import Value
+
+# Within a block, checkpoint -> GGUF.
+ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+QK_NORM = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+FFN_NORM = {"post_attention_layernorm": "ffn_norm"}
+DENSE_FFN = {
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ROUTER = {"mlp.gate": "ffn_gate_inp"}
+# Buffers that old checkpoints carry and that follow from the configuration.
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias")
+
+TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
+
+
+def top(block: Block) -> Iterator[Named]:
+    """Embedding, last norm and output; the output is left out where it is the embedding."""
+    yield from block.renamed(TOP)
+    checkpoint, tied = block.checkpoint, block.config.flag("tie_word_embeddings")
+    for name in [
+        name for name in checkpoint.names() if name.removeprefix("language_model.") == "lm_head.weight"
+    ]:
+        if tied:
+            checkpoint.ignore(name)
+        else:
+            yield "output.weight", checkpoint.take(name)
+
+
+def head_dim(config: Config) -> int:
+    """The size of a head: its own key, or hidden / heads."""
+    return config.integer(
+        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
+    )
+
+
+def base_metadata(config: Config) -> dict[str, Value]:
+    """Keys that every decoder has: sizes, heads, norm, rope."""
+    heads, size = config.integer("num_attention_heads"), head_dim(config)
+    return {
+        "block_count": config.integer("num_hidden_layers"),
+        "context_length": config.integer("max_position_embeddings"),
+        "embedding_length": config.integer("hidden_size"),
+        "feed_forward_length": config.integer("intermediate_size", "moe_intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.integer("num_key_value_heads", default=heads),
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
+        "vocab_size": config.integer("vocab_size"),
+        **rope_metadata(config, size),
+    }
+
+
+def rope_metadata(config: Config, size: int) -> dict[str, Value]:
+    """Keys of rotary embedding for heads of `size`. A scaling that cannot be written down is refused."""
+    rope = config.rope
+    keys: dict[str, Value] = {
+        "rope.dimension_count": int(size * rope.number("partial_rotary_factor", default=1.0)),
+        "rope.freq_base": rope.number("rope_theta", default=10000.0),
+    }
+    kind = rope.text("rope_type")
+    if kind in ("default", "mrope"):
+        return keys
+    if kind == "linear":
+        return keys | {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}
+    if kind == "yarn":
+        return keys | yarn_metadata(config, rope)
+    raise UnsupportedError(
+        f"{rope.source}: rope_type '{kind}' is not supported; supported: default, linear, yarn"
+    )
+
+
+def yarn_metadata(config: Config, rope: Config) -> dict[str, Value]:
+    """YaRN's keys."""
+    original: dict[str, Any] = {}
+    if rope.has("original_max_position_embeddings"):
+        original["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
+    else:
+        original["rope.scaling.original_context_length"] = config.integer("max_position_embeddings")
+    return {"rope.scaling.type": "yarn", "rope.scaling.factor": rope.number("factor"), **original}
+
+
+def expert_metadata(config: Config) -> dict[str, Value]:
+    """How many experts, and how many a token uses."""
+    return {
+        "expert_count": expert_count(config),
+        "expert_used_count": config.integer("num_experts_per_tok"),
+    }
+
+
+def expert_count(config: Config) -> int:
+    """The number of routed experts in a layer."""
+    return config.integer("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def merged(*parts: Mapping[str, str]) -> dict[str, str]:
+    """Name tables joined, in order."""
+    return {theirs: ours for part in parts for theirs, ours in part.items()}

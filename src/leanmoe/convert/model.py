@@ -1,0 +1,197 @@
+"""A checkpoint seen as the GGUF that it would be converted to, whose bytes are computed as they are read."""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from leanmoe.convert.block import Block, Named
+from leanmoe.convert.checkpoint import Checkpoint
+from leanmoe.convert.config import Config
+from leanmoe.convert.conversion import Conversion, find_conversion
+from leanmoe.convert.encode import encode
+from leanmoe.convert.mixture import Mixture, mixture
+from leanmoe.convert.tensors import Tensor
+from leanmoe.convert.tokenizer import tokenizer_metadata
+from leanmoe.errors import FormatError, UsageError
+from leanmoe.formats.gguf import GGUFFile, encode_header
+from leanmoe.formats.gguf_header import parse_header
+from leanmoe.formats.gguf_values import Value, encode_pair
+from leanmoe.formats.quant_types import QuantType
+from leanmoe.formats.safetensors import read_checkpoint
+from leanmoe.pack.manifest import SourceFile
+from leanmoe.pack.source import Reader, describe_file
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 4096
+# Floats in memory at a time while a tensor is encoded.
+_FLOATS = 4 << 20
+# Files beside the tensors that the result depends on.
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor and the type that it gets."""
+
+    tensor: Tensor
+    qtype: QuantType
+
+    @property
+    def row_bytes(self) -> int:
+        return (
+            self.qtype.row_bytes(self.tensor.shape[-1]) if not self.tensor.encoded else self.tensor.shape[-1]
+        )
+
+
+class CheckpointSource:
+    """A `pack.Source`: `gguf` describes a file that does not exist, named after the checkpoint's folder."""
+
+    def __init__(self, folder: Path, quant: str | None = None) -> None:
+        """Reads headers and settings, no tensor.
+
+        Raises `UsageError` if `folder` holds no checkpoint, `UnsupportedError` for a model that cannot be
+        converted, and `FormatError` for one that is damaged, or has tensors that its conversion does not know.
+        """
+        self._folder = folder
+        self._config = Config.read(folder)
+        self._conversion = find_conversion(self._config)
+        self._mixture = mixture(quant)
+        self._stored = read_checkpoint(folder)
+        checkpoint = Checkpoint(self._stored)
+        try:
+            parts = self._parts(checkpoint)
+        finally:
+            checkpoint.close()
+        self.gguf = self._virtual_file(parts)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The checkpoint's files, tensors first."""
+        settings = (self._folder / name for name in _SETTINGS)
+        return (*self._stored.files, *(path for path in settings if path.exists()))
+
+    def describe(self) -> tuple[SourceFile, ...]:
+        """Each tensor file with the digest of its header, each file of settings with that of all of it."""
+        heads = self._stored.files
+        return tuple(describe_file(path, heads.get(path, -1)) for path in self.files)
+
+    def check_consumable(self) -> None:
+        """Raises `UsageError`: a checkpoint is not freed piece by piece."""
+        raise UsageError(f"{self._folder}: --consume works for GGUF files; this is a safetensors checkpoint")
+
+    @contextmanager
+    def open(self, consume: bool) -> Iterator[Reader]:
+        """Opens the checkpoint's files."""
+        checkpoint = Checkpoint(self._stored)
+        try:
+            parts = self._parts(checkpoint)
+            yield _Encoder({self.gguf.tensors[name].offset: part for name, part in parts.items()})
+        finally:
+            checkpoint.close()
+
+    def _parts(self, checkpoint: Checkpoint) -> dict[str, _Part]:
+        parts: dict[str, _Part] = {}
+        for name, tensor in _tensors(checkpoint, self._config, self._conversion):
+            if name in parts:
+                raise FormatError(f"{self._folder}: two tensors of the checkpoint become '{name}'")
+            kind = tensor.qtype if tensor.encoded else self._mixture.storage(name, tensor.shape, tensor.qtype)
+            parts[name] = _Part(tensor, kind)
+        left = [n for n in checkpoint.left() if not any(re.fullmatch(p, n) for p in self._conversion.ignored)]
+        if left:
+            raise FormatError(
+                f"{self._folder}: tensor '{left[0]}' (and {len(left) - 1} more) is not known of a "
+                f"{self._config.model_type} model"
+            )
+        return parts
+
+    def _virtual_file(self, parts: Mapping[str, _Part]) -> GGUFFile:
+        pairs = [encode_pair(key, value) for key, value in self._metadata(self._mixture).items()]
+        infos = [(name, _ne(part), part.qtype) for name, part in parts.items()]
+        header, offsets = encode_header(pairs, infos, _ALIGNMENT)
+        size = len(header) + offsets[-1] + parts[infos[-1][0]].tensor.rows * parts[infos[-1][0]].row_bytes
+        path = self._folder / f"{self._folder.resolve().name}.gguf"
+        parsed = parse_header(header, path, size)
+        return GGUFFile(path, (path,), (parsed.data_start,), parsed.metadata, parsed.tensors, parsed.raw_kv)
+
+    def _metadata(self, kinds: Mixture) -> dict[str, Value]:
+        arch = self._conversion.architecture
+        keys: dict[str, Value] = {
+            "general.architecture": arch,
+            "general.type": "model",
+            "general.name": self._folder.resolve().name,
+            "general.alignment": _ALIGNMENT,
+        }
+        if kinds.file_type is not None:
+            keys["general.file_type"] = kinds.file_type
+        keys |= {f"{arch}.{key}": value for key, value in self._conversion.metadata(self._config).items()}
+        keys |= tokenizer_metadata(self._folder, self._config, self._conversion.pre)
+        return keys | {"general.quantization_version": 2}
+
+
+def _ne(part: _Part) -> tuple[int, ...]:
+    *lead, last = part.tensor.shape
+    if part.tensor.encoded:
+        last = last // part.qtype.block_bytes * part.qtype.block
+    return (last, *reversed(lead))
+
+
+def _tensors(checkpoint: Checkpoint, config: Config, conversion: Conversion) -> Iterator[Named]:
+    """All tensors with their names in the GGUF: the top, then block by block. Blocks beyond the layers are left out."""
+    layers = config.integer("num_hidden_layers")
+    layer_of = re.compile(r"((?:.*\.)?)layers\.(\d+)\..*")
+    prefixes: dict[int, str] = {}
+    for name in checkpoint.names():
+        match = layer_of.fullmatch(name)
+        if match is None or any(re.fullmatch(pattern, name) for pattern in conversion.ignored):
+            continue
+        number = int(match[2])
+        if number >= layers:
+            checkpoint.ignore(name)  # blocks for multi-token prediction
+        else:
+            prefixes[number] = match[1]
+    if sorted(prefixes) != list(range(layers)):
+        raise FormatError(
+            f"{config.source}: num_hidden_layers is {layers}, but the tensors are of {len(prefixes)} layers"
+        )
+    for name, tensor in conversion.top(Block(checkpoint, config, prefixes[0], -1)):
+        yield name, tensor
+    for number in range(layers):
+        block = Block(checkpoint, config, f"{prefixes[number]}layers.{number}.", number)
+        for name, tensor in conversion.block(block):
+            yield f"blk.{number}.{name}", tensor
+
+
+class _Encoder:
+    """A `pack.Reader` of the virtual file: the tensors at these offsets, encoded as they are read."""
+
+    def __init__(self, parts: Mapping[int, _Part]) -> None:
+        self._starts = sorted(parts)
+        self._parts = parts
+
+    def read(self, path: Path, offset: int, buffer: memoryview) -> None:
+        """Encodes the rows that hold these bytes, which are of one tensor."""
+        start = max(at for at in self._starts if at <= offset)
+        part = self._parts[start]
+        row_bytes = part.row_bytes
+        done, first = 0, offset - start
+        step = max(1, _FLOATS // part.tensor.shape[-1])
+        while done < len(buffer):
+            row, skip = divmod(first + done, row_bytes)
+            rows = min(step, -(-(skip + len(buffer) - done) // row_bytes))
+            values = part.tensor.read(row, row + rows)
+            data = values if part.tensor.encoded else encode(values, part.qtype)
+            piece = data.data.cast("B")[skip:][: len(buffer) - done]
+            buffer[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def done(self, path: Path, offset: int, nbytes: int) -> None:
+        """Nothing: the checkpoint drops what it has read."""
+
+    def free(self, path: Path, offset: int, nbytes: int) -> None:
+        raise NotImplementedError("a checkpoint is not consumed")
