@@ -8,12 +8,11 @@ from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import embed, linear
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
-from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.lookahead import Gate, attach
 from leanmoe.models.moe import DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
-from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
+from leanmoe.models.spec import AttentionSpec, ModelSpec
 from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
@@ -30,7 +29,7 @@ class Mixer(Protocol):
 
 
 # Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, workers).
-_MIXERS: dict[type, Any] = {AttentionSpec: Attention, DeltaNetSpec: DeltaNet}
+_MIXERS: dict[type, Any] = {AttentionSpec: Attention}
 
 
 class Layer:
@@ -85,10 +84,7 @@ class Decoder:
         routed = [(layer, layer.ffn) for layer in self.layers if isinstance(layer.ffn, MoE)]
         for device in dict.fromkeys(self.devices):
             here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
-            gates = [
-                Gate(moe.layer, layer.norm2, moe.router, moe.router_spec.experts, moe.router_spec.top_k)
-                for layer, moe in here
-            ]
+            gates = [Gate(moe.layer, layer.norm2, moe.router) for layer, moe in here]
             for (_, moe), ahead in zip(here, attach(pool, gates), strict=True):
                 moe.look_ahead = ahead
 
@@ -97,21 +93,16 @@ class Decoder:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows wanted, vocab] float32 on the CPU. Every sequence in the batch advances by its tokens.
 
-        If an expert cannot be read the sequences keep the length they had, or that of their checkpoint if they
-        have a recurrent layer (see `SequenceState`), and may be continued later.
+        If an expert cannot be read the sequences keep the length they had, and may be continued later.
         """
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
         x = embed(self.embedding, batch.tokens)
         tables = RopeTables(batch.positions)
-        try:
-            for layer, device in zip(self.layers, self.devices, strict=True):
-                x = layer(x.to(device), batch, tables)
-        except BaseException:
-            for s in batch.segments:
-                s.state.abandon(s.rows.stop - s.rows.start)
-            raise
-        for s in batch.segments:
-            s.state.advance(s.rows.stop - s.rows.start)
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            x = layer(x.to(device), batch, tables)
         wanted = self.norm(x[batch.logit_rows.to(x.device)])
-        return linear(self.output, wanted.to(self.output.data.device)).cpu()
+        logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
+        for s in batch.segments:
+            s.state.length = s.start + (s.rows.stop - s.rows.start)
+        return logits

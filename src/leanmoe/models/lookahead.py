@@ -14,8 +14,8 @@ import torch
 
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import Weight, linear
 from leanmoe.models.norm import RMSNorm
+from leanmoe.models.routing import Router
 
 # With more tokens than this the picks cover much of a layer, and demand reads fill the disk.
 MOST_TOKENS = 4
@@ -26,13 +26,11 @@ Chances = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A layer's norm before its router, and the router [experts, hidden], which picks `top_k`."""
+    """A layer's router, and the norm before it."""
 
     layer: int
     norm: RMSNorm
-    router: Weight
-    experts: int
-    top_k: int
+    router: Router
 
 
 class LookAhead:
@@ -56,15 +54,15 @@ class LookAhead:
         for experience in self._experience:
             experience.learn(layer, picked)
         for gate, experience in zip(self._later, self._experience, strict=False):
-            logits, ids = linear(gate.router, gate.norm(h)).topk(experience.width, dim=-1)
-            pool.expect(gate.layer, experience.chances(gate.layer, logits.tolist(), ids.tolist()))
+            ranks, ids = gate.router.ranking(gate.norm(h)).topk(experience.width, dim=-1)
+            pool.expect(gate.layer, experience.chances(gate.layer, ranks.tolist(), ids.tolist()))
 
 
 class Experience:
     """How often a predicted router's choices came true.
 
-    For the i-th best of `experts`, it is told apart by how far its logit is from the last winner's or the
-    first loser's (the border it would have to cross), in four steps. Covers `width` choices.
+    For the i-th best of `experts`, it is told apart by how far its logit (or what else selects) is from the last
+    winner's or the first loser's (the border it would have to cross), in four steps. Covers `width` choices.
     """
 
     def __init__(self, experts: int, top_k: int) -> None:
@@ -96,6 +94,6 @@ class Experience:
 
 def attach(pool: ExpertPool, gates: Sequence[Gate]) -> list[LookAhead]:
     """A look-ahead from each of the `gates` (layers in order) to the next; to none if the pool does without."""
-    experience = [Experience(gates[0].experts, gates[0].top_k)] if gates else []
+    experience = [Experience(gates[0].router.spec.experts, gates[0].router.spec.top_k)] if gates else []
     later = [gates[i + 1 : i + 2] if pool.looks_ahead else [] for i in range(len(gates))]
     return [LookAhead(pool, gate, after, experience) for gate, after in zip(gates, later, strict=True)]

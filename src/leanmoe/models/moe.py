@@ -9,11 +9,9 @@ from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import ExpertBatch, linear, moe_ffn
 from leanmoe.models.lookahead import LookAhead
-from leanmoe.models.spec import ModelSpec, RouterSpec
+from leanmoe.models.routing import Router
+from leanmoe.models.spec import ModelSpec
 from leanmoe.models.trunk import Trunk
-
-# llama.cpp's floor for the sum of chosen weights: the smallest normal half.
-_MIN_WEIGHT_SUM = 2.0**-14
 
 
 class FeedForward(Protocol):
@@ -57,8 +55,8 @@ class MoE:
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
         assert spec.router is not None
-        self.router_spec, self.layer, self.pool, self.activation = spec.router, layer, pool, spec.activation
-        self.router = trunk.weight(f"blk.{layer}.ffn_gate_inp.weight", spec.router.experts, spec.hidden)
+        self.layer, self.pool, self.activation = layer, pool, spec.activation
+        self.router = Router(trunk, spec.router, spec.hidden, layer)
         self.layout = pool.layout(layer)
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
@@ -66,13 +64,12 @@ class MoE:
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
-        probabilities = router_probabilities(linear(self.router, x), self.router_spec)
-        ids, weights = pick(probabilities, self.router_spec)
+        ids, weights, chances = self.router(x)
         n, k = ids.shape
         outputs = torch.empty(n * k, x.shape[1], device=x.device)
         rows = _rows_by_expert(ids)
         if self.pool.observing:
-            self.pool.observe(self.layer, phase, *(t.cpu().numpy() for t in (ids, weights, probabilities)))
+            self.pool.observe(self.layer, phase, *(t.cpu().numpy() for t in (ids, weights, chances)))
         with self.pool.acquire(self.layer, list(rows), phase) as groups:
             # Reads are on their way from here on: the rest is done meanwhile.
             if self.look_ahead is not None:
@@ -87,19 +84,6 @@ class MoE:
                 moe_ffn(self.layout, batch, x, outputs, self.activation)
         routed = _weighted_sum(outputs.view(n, k, -1), weights)
         return routed if shared is None else routed.add_(shared)
-
-
-def router_probabilities(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Router logits [N, E] -> each expert's probability [N, E]."""
-    return logits.softmax(-1) if spec.gating == "softmax" else logits.sigmoid()
-
-
-def pick(probabilities: torch.Tensor, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [N, E] -> expert ids [N, k] by falling probability, and their weights [N, k]."""
-    weights, ids = probabilities.topk(spec.top_k, dim=-1, sorted=True)
-    if spec.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(_MIN_WEIGHT_SUM)
-    return ids, weights * spec.scale if spec.scale != 1.0 else weights
 
 
 def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ from leanmoe.models.spec import (
     MAX_EXPERTS,
     MAX_LAYERS,
     AttentionSpec,
+    Gating,
     Metadata,
     MixerSpec,
     ModelSpec,
@@ -18,6 +19,8 @@ from leanmoe.models.spec import (
     RouterSpec,
     YarnRange,
 )
+
+_GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "chosen_softmax", 4: "sqrt_softplus"}
 
 
 def read_rope(
@@ -80,11 +83,7 @@ def _read_yarn(meta: Metadata, rope: RopeSpec, whole_pairs: bool) -> RopeSpec:
 
 
 def read_attention(
-    meta: Metadata,
-    style: Literal["neox", "norm"],
-    qk_norm: Literal["head", "full"] | None = None,
-    *,
-    gated: bool = False,
+    meta: Metadata, style: Literal["neox", "norm"], qk_norm: Literal["head", "full"] | None = None
 ) -> AttentionSpec:
     """Head counts and sizes; head size defaults to hidden / heads."""
     heads = meta.integer("attention.head_count", low=1, high=4096)
@@ -99,23 +98,39 @@ def read_attention(
     if value_dim != head_dim:
         raise UnsupportedError(f"{meta.source}: value heads of {value_dim} beside key heads of {head_dim}")
     scale = meta.number("attention.scale", 0.0) or head_dim**-0.5
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm, gated)
+    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm)
 
 
-def read_router(meta: Metadata, *, renormalise: bool) -> RouterSpec | None:
-    """Expert counts; None for a model without routed experts."""
+def read_router(
+    meta: Metadata, *, renormalise: bool | None = None, gating: Gating = "softmax"
+) -> RouterSpec | None:
+    """Router keys; None for a model without routed experts.
+
+    `gating` holds where the file does not say; `renormalise` is the architecture's own rule, None if the file
+    says so.
+    """
     experts = meta.integer("expert_count", 0, high=MAX_EXPERTS)
     if not experts:
         return None
     top_k = meta.integer("expert_used_count", low=1, high=experts)
-    if (groups := meta.integer("expert_group_count", 0)) > 1:
-        raise UnsupportedError(f"{meta.source}: {meta.arch} with {groups} expert groups is not supported")
-    if (gating := meta.integer("expert_gating_func", 1, high=8)) not in (0, 1):
-        raise UnsupportedError(
-            f"{meta.source}: {meta.arch} with expert_gating_func {gating} is not supported"
+    groups = meta.integer("expert_group_count", 0, high=experts) or 1
+    used = meta.integer("expert_group_used_count", 0, high=groups) or groups
+    if used == groups:
+        groups = used = 1
+    size = experts // groups
+    if experts % groups or size * used < top_k or (groups > 1 and size < 2):
+        raise FormatError(
+            f"{meta.source}: {top_k} of {experts} experts cannot be chosen from {used} of {groups} equal groups"
         )
-    scale = meta.number("expert_weights_scale", 0.0) or 1.0
-    return RouterSpec(experts, top_k, renormalise=renormalise, scale=scale)
+    return RouterSpec(
+        experts,
+        top_k,
+        gating=_GATINGS.get(meta.integer("expert_gating_func", 0, high=len(_GATINGS)), gating),
+        renormalise=meta.flag("expert_weights_norm", False) if renormalise is None else renormalise,
+        scale=meta.number("expert_weights_scale", 0.0) or 1.0,
+        groups=groups,
+        groups_used=used,
+    )
 
 
 def read_spec(
