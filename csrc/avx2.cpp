@@ -1,5 +1,6 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
+#include "encode.h"
 #include "x86.h"
 
 namespace lean {
@@ -347,6 +348,8 @@ constexpr KernelTable TABLE = {
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     glu,
+    ENCODERS,
+    ENCODER_COUNT,
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The unit for AVX-512 with VNNI. A group of 256 weights is unpacked into registers once and multiplied with up
 // to TILE tokens, so decoding and prefill run the same additions in the same order.
+#include "encode.h"
 #include "x86.h"
 
 namespace lean {
@@ -492,6 +493,8 @@ constexpr KernelTable TABLE = {
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     glu,
+    ENCODERS,
+    ENCODER_COUNT,
 };
 
 }  // namespace

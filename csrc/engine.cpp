@@ -336,4 +336,27 @@ void Engine::embed(const uint8_t* w, const Format& format, int64_t cols, const i
     });
 }
 
+bool Engine::encode(const float* x, const Format& format, int64_t rows, int64_t cols, uint8_t* out) {
+    std::lock_guard lock(mutex_);
+    const KernelTable& table = *table_;
+    const Encoder* encoder = nullptr;
+    for (int32_t i = 0; i < table.encoder_count; ++i)
+        if (table.encoders[i].qtype == format.qtype) encoder = &table.encoders[i];
+    if (encoder == nullptr)
+        throw std::invalid_argument("no quantiser for tensor type " + std::to_string(format.qtype));
+    const size_t row_bytes = static_cast<size_t>(format.row_bytes(cols));
+    std::atomic<bool> good = true;
+    pool_->parallel_for(rows, [&](int64_t r) {
+        const float* row = x + r * cols;
+        constexpr float LIMIT = 65504.0f;  // a scale is at most the largest element
+        bool fits = true;
+        for (int64_t i = 0; i < cols; ++i) fits &= row[i] <= LIMIT && row[i] >= -LIMIT;
+        if (fits)
+            encoder->encode(row, cols, out + static_cast<size_t>(r) * row_bytes);
+        else
+            good = false;
+    });
+    return good;
+}
+
 }  // namespace lean

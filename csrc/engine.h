@@ -74,6 +74,10 @@ public:
     void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
     void embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out);
 
+    // Quantises rows of floats; false, with `out` unfinished, if one of them holds a NaN, an infinity or a number
+    // whose scale no half can hold. Throws std::invalid_argument for a type without a quantiser.
+    bool encode(const float* x, const Format& format, int64_t rows, int64_t cols, uint8_t* out);
+
     int threads();
     void set_threads(int threads);
     const KernelTable& table() const { return *table_; }

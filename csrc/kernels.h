@@ -70,12 +70,22 @@ struct Activation {
 // gate[i] = act(gate[i]) * up[i]
 using GluFn = void (*)(const Activation& act, float* gate, const float* up, int64_t n);
 
+// Rounds the floats x[cols], finite and whole blocks, to one row of a quantised type.
+using EncodeFn = void (*)(const float* x, int64_t cols, uint8_t* out);
+
+struct Encoder {
+    int32_t qtype;
+    EncodeFn encode;
+};
+
 struct KernelTable {
     const char* name;
     QuantizeFn quantize[ACT_COUNT];
     const Kernel* kernels;
     int32_t kernel_count;
     GluFn glu;
+    const Encoder* encoders;
+    int32_t encoder_count;
 };
 
 const KernelTable& portable_table();

@@ -103,6 +103,13 @@ void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_
     Engine::get().dequantize(pointer<const uint8_t>(w), format, rows, cols, pointer<float>(out));
 }
 
+bool encode(uintptr_t x, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
+    const Format& format = format_of(qtype);
+    if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+    nb::gil_scoped_release released;
+    return Engine::get().encode(pointer<const float>(x), format, rows, cols, pointer<uint8_t>(out));
+}
+
 void embed(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t ids, int64_t count, uintptr_t out) {
     const Format& format = format_of(qtype);
     if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
@@ -141,6 +148,13 @@ NB_MODULE(_cpu, m) {
     m.def("linear", &linear);
     m.def("dequantize", &dequantize);
     m.def("embed", &embed);
+    m.def("encode", &encode);
+    m.def("encoded_types", [] {
+        std::vector<int32_t> types;
+        for (int32_t i = 0; i < portable_table().encoder_count; ++i)
+            types.push_back(portable_table().encoders[i].qtype);
+        return types;
+    });
     m.def("glu", &glu);
     m.def("product_types", [] {
         std::vector<int32_t> types;

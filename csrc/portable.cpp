@@ -1,4 +1,5 @@
 // The unit for any processor: blocks are unpacked to bytes once and multiplied with each token's.
+#include "encode.h"
 #include "quantize.h"
 
 namespace lean {
@@ -110,6 +111,8 @@ constexpr KernelTable TABLE = {
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     glu,
+    ENCODERS,
+    ENCODER_COUNT,
 };
 
 }  // namespace

@@ -1,8 +1,10 @@
 """The tensors of a safetensors checkpoint, as floats whatever they are stored as."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,12 @@ class Checkpoint:
     `take` gives each tensor once, and `left` lists those that nobody took, so that none is lost unnoticed.
     """
 
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        """Opens every file. Raises `FormatError` for one that cannot be opened."""
+    def __init__(self, stored: StoredCheckpoint, fp8_block: tuple[int, int] = (128, 128)) -> None:
+        """Opens every file. `fp8_block` are the rows and columns that share a scale in 8-bit matrices.
+
+        Raises `FormatError` for a file that cannot be opened.
+        """
+        self._fp8_block = fp8_block
         self._stored = stored
         self._taken: set[str] = set()
         self._fds: dict[Path, int] = {}
@@ -86,6 +92,8 @@ class Checkpoint:
         if stored.dtype in _FLOATS:
             kind = BY_NAME["F16" if stored.dtype == "F16" else "F32"]
             return self._floats(stored, _FLOATS[stored.dtype], kind, lambda x: x.astype(np.float32))
+        if stored.dtype == "F8_E4M3":
+            return self._scaled(name, self._floats(stored, "<u1", BY_NAME["BF16"], lambda bits: _E4M3[bits]))
         raise UnsupportedError(
             f"{stored.path}: tensor '{name}' is stored as {stored.dtype}, which is not converted; "
             "a checkpoint in BF16, F16, F32 or FP8 with block scales was wanted"
@@ -110,6 +118,38 @@ class Checkpoint:
     ) -> Tensor:
         shape = stored.shape or (1,)
         return Tensor(shape, lambda start, stop: decode(self._read(stored, dtype, start, stop)), qtype)
+
+    def _scaled(self, name: str, tensor: Tensor) -> Tensor:
+        """8-bit floats times their scales: one for each block of a matrix (`NAME_scale_inv`), or for each row or the
+        whole (`NAME_scale`). Scales are small and kept in memory."""
+        path = self._find(name).path
+        suffix = next((end for end in ("_scale_inv", "_scale") if name + end in self), None)
+        if suffix is None or len(tensor.shape) < 2:
+            raise FormatError(
+                f"{path}: tensor '{name}' is 8-bit, but not a matrix with scales ({name}_scale_inv)"
+            )
+        scales = self.take(name + suffix).whole()
+        *lead, rows, columns = tensor.shape
+        high, wide = self._fp8_block if suffix == "_scale_inv" else (1, columns)
+        if scales.size == 1:
+            high, wide = rows, columns
+            scales = np.broadcast_to(scales, (*lead, 1, 1))
+        per_matrix, per_row = -(-rows // high), -(-columns // wide)
+        if scales.size != math.prod(lead) * per_matrix * per_row:
+            raise FormatError(
+                f"{path}: tensor '{name}' of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}; "
+                f"one for each block of {high} x {wide} was wanted"
+            )
+        table = scales.reshape(-1, per_row)
+
+        def read(start: int, stop: int) -> F32Array:
+            row = np.arange(start, stop)
+            chosen = table[row // rows * per_matrix + row % rows // high]
+            spread = np.repeat(chosen, wide, axis=1)[:, :columns]
+            product: F32Array = tensor.read(start, stop) * spread
+            return product
+
+        return replace(tensor, read=read)
 
     def _read(self, stored: StoredTensor, dtype: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows [start, stop) of a tensor as it is stored; dropped from the page cache once read."""

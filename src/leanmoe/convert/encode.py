@@ -1,28 +1,31 @@
 """Rows of floats to rows of a tensor type's bytes."""
 
 import numpy as np
+import torch
 
 from leanmoe.convert.tensors import F32Array, U8Array
-from leanmoe.errors import UnsupportedError
 from leanmoe.formats.quant_types import QuantType
-
-# Types that floats can be written in.
-ENCODED = ("F32", "F16", "BF16")
+from leanmoe.kernels import quantize
 
 
 def encode(rows: F32Array, qtype: QuantType) -> U8Array:
-    """`rows` [n, columns] in type `qtype`: uint8 [n, row bytes]. Raises `UnsupportedError` for a type without one."""
+    """`rows` [n, columns] in type `qtype`: uint8 [n, row bytes].
+
+    Raises `ValueError` for numbers that the type cannot hold and `UnsupportedError` for a type that is not written.
+    """
     rows = np.ascontiguousarray(rows, dtype=np.float32)
     if qtype.name == "F32":
         return rows.view(np.uint8)
     if qtype.name == "F16":
         with np.errstate(over="ignore"):
-            return rows.astype(np.float16).view(np.uint8)
+            halves = rows.astype(np.float16)
+        if not np.isfinite(halves).all():
+            raise ValueError("a number is not finite, or too large for F16")
+        return halves.view(np.uint8)
     if qtype.name == "BF16":
         return _bf16(rows).view(np.uint8)
-    raise UnsupportedError(
-        f"nothing can be written as {qtype.name}; types with a quantiser: {', '.join(ENCODED)}"
-    )
+    blocks: U8Array = quantize(torch.from_numpy(rows), qtype).numpy()
+    return blocks
 
 
 def _bf16(rows: F32Array) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:

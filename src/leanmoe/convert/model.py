@@ -12,10 +12,10 @@ from leanmoe.convert.checkpoint import Checkpoint
 from leanmoe.convert.config import Config
 from leanmoe.convert.conversion import Conversion, find_conversion
 from leanmoe.convert.encode import encode
-from leanmoe.convert.mixture import Mixture, mixture
-from leanmoe.convert.tensors import Tensor
+from leanmoe.convert.mixture import Shape, find_recipe, storage_types
+from leanmoe.convert.tensors import F32Array, Tensor, U8Array
 from leanmoe.convert.tokenizer import tokenizer_metadata
-from leanmoe.errors import FormatError, UsageError
+from leanmoe.errors import FormatError, UnsupportedError, UsageError
 from leanmoe.formats.gguf import GGUFFile, encode_header
 from leanmoe.formats.gguf_header import parse_header
 from leanmoe.formats.gguf_values import Value, encode_pair
@@ -39,6 +39,7 @@ _SETTINGS = (
 class _Part:
     """A tensor and the type that it gets."""
 
+    name: str
     tensor: Tensor
     qtype: QuantType
 
@@ -61,9 +62,11 @@ class CheckpointSource:
         self._folder = folder
         self._config = Config.read(folder)
         self._conversion = find_conversion(self._config)
-        self._mixture = mixture(quant)
+        self._recipe = find_recipe(quant)
+        self._fp8_block = _fp8_block(self._config)
+        self._metadata = self._conversion.metadata(self._config)
         self._stored = read_checkpoint(folder)
-        checkpoint = Checkpoint(self._stored)
+        checkpoint = Checkpoint(self._stored, self._fp8_block)
         try:
             parts = self._parts(checkpoint)
         finally:
@@ -88,7 +91,7 @@ class CheckpointSource:
     @contextmanager
     def open(self, consume: bool) -> Iterator[Reader]:
         """Opens the checkpoint's files."""
-        checkpoint = Checkpoint(self._stored)
+        checkpoint = Checkpoint(self._stored, self._fp8_block)
         try:
             parts = self._parts(checkpoint)
             yield _Encoder({self.gguf.tensors[name].offset: part for name, part in parts.items()})
@@ -96,22 +99,29 @@ class CheckpointSource:
             checkpoint.close()
 
     def _parts(self, checkpoint: Checkpoint) -> dict[str, _Part]:
-        parts: dict[str, _Part] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in _tensors(checkpoint, self._config, self._conversion):
-            if name in parts:
+            if name in tensors:
                 raise FormatError(f"{self._folder}: two tensors of the checkpoint become '{name}'")
-            kind = tensor.qtype if tensor.encoded else self._mixture.storage(name, tensor.shape, tensor.qtype)
-            parts[name] = _Part(tensor, kind)
+            tensors[name] = tensor
         left = [n for n in checkpoint.left() if not any(re.fullmatch(p, n) for p in self._conversion.ignored)]
         if left:
             raise FormatError(
                 f"{self._folder}: tensor '{left[0]}' (and {len(left) - 1} more) is not known of a "
                 f"{self._config.model_type} model"
             )
-        return parts
+        shapes = {name: Shape(t.shape, t.qtype, t.encoded) for name, t in tensors.items()}
+        experts = self._metadata.get("expert_count", 0)
+        types = storage_types(
+            self._recipe,
+            shapes,
+            self._config.integer("num_hidden_layers"),
+            experts if isinstance(experts, int) else 0,
+        )
+        return {name: _Part(name, tensor, types[name]) for name, tensor in tensors.items()}
 
     def _virtual_file(self, parts: Mapping[str, _Part]) -> GGUFFile:
-        pairs = [encode_pair(key, value) for key, value in self._metadata(self._mixture).items()]
+        pairs = [encode_pair(key, value) for key, value in self._keys().items()]
         infos = [(name, _ne(part), part.qtype) for name, part in parts.items()]
         header, offsets = encode_header(pairs, infos, _ALIGNMENT)
         size = len(header) + offsets[-1] + parts[infos[-1][0]].tensor.rows * parts[infos[-1][0]].row_bytes
@@ -119,7 +129,7 @@ class CheckpointSource:
         parsed = parse_header(header, path, size)
         return GGUFFile(path, (path,), (parsed.data_start,), parsed.metadata, parsed.tensors, parsed.raw_kv)
 
-    def _metadata(self, kinds: Mixture) -> dict[str, Value]:
+    def _keys(self) -> dict[str, Value]:
         arch = self._conversion.architecture
         keys: dict[str, Value] = {
             "general.architecture": arch,
@@ -127,11 +137,26 @@ class CheckpointSource:
             "general.name": self._folder.resolve().name,
             "general.alignment": _ALIGNMENT,
         }
-        if kinds.file_type is not None:
-            keys["general.file_type"] = kinds.file_type
-        keys |= {f"{arch}.{key}": value for key, value in self._conversion.metadata(self._config).items()}
+        if self._recipe is not None:
+            keys["general.file_type"] = self._recipe.file_type
+        keys |= {f"{arch}.{key}": value for key, value in self._metadata.items()}
         keys |= tokenizer_metadata(self._folder, self._config, self._conversion.pre)
         return keys | {"general.quantization_version": 2}
+
+
+def _fp8_block(config: Config) -> tuple[int, int]:
+    """The rows and columns that share a scale. Raises `UnsupportedError` for a quantised checkpoint of another kind."""
+    settings = config.section("quantization_config")
+    method = settings.text("quant_method", "fp8")
+    if method not in ("fp8", "mxfp4", "compressed-tensors"):
+        raise UnsupportedError(
+            f"{config.source}: the checkpoint is quantised by '{method[:80]}'; one in BF16, F16, F32, FP8 or MXFP4 "
+            "was wanted"
+        )
+    block = settings.values.get("weight_block_size") or [128, 128]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise config.error(f"weight_block_size is {str(block)[:80]}; two sizes were wanted")
+    return block[0], block[1]
 
 
 def _ne(part: _Part) -> tuple[int, ...]:
@@ -185,10 +210,17 @@ class _Encoder:
             row, skip = divmod(first + done, row_bytes)
             rows = min(step, -(-(skip + len(buffer) - done) // row_bytes))
             values = part.tensor.read(row, row + rows)
-            data = values if part.tensor.encoded else encode(values, part.qtype)
+            data = values if part.tensor.encoded else self._encode(values, part)
             piece = data.data.cast("B")[skip:][: len(buffer) - done]
             buffer[done : done + len(piece)] = piece
             done += len(piece)
+
+    @staticmethod
+    def _encode(values: F32Array, part: _Part) -> U8Array:
+        try:
+            return encode(values, part.qtype)
+        except ValueError as error:
+            raise FormatError(f"the checkpoint's tensor for '{part.name}': {error}") from None
 
     def done(self, path: Path, offset: int, nbytes: int) -> None:
         """Nothing: the checkpoint drops what it has read."""

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from leanmoe.errors import UnsupportedError
-from leanmoe.formats.quant_types import BY_NAME, QuantType
+from leanmoe.formats.quant_types import BY_ID, BY_NAME, QuantType
 from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
     check_batch,
@@ -21,6 +21,7 @@ from leanmoe.kernels.checks import (
     check_layout,
     check_linear,
     check_range,
+    check_tensor,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
 from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
@@ -28,6 +29,7 @@ from leanmoe.pack.layout import ExpertLayout, Section
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(_cpu.product_types())
+_ENCODED = frozenset(_cpu.encoded_types())
 _CHUNK_BYTES = 8 << 20  # float32 rows that the slower path holds at a time
 _CANONICAL = 0
 _LAYOUTS = {"canonical": _CANONICAL}
@@ -101,6 +103,23 @@ def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> 
     out = torch.empty(shape, dtype=torch.float32)
     _cpu.dequantize(data.data_ptr(), qtype.id, rows, cols, out.data_ptr())
     return out
+
+
+def quantize(x: torch.Tensor, qtype: QuantType) -> torch.Tensor:
+    """Rows of floats [n, cols] as blocks: uint8 [n, row bytes]. Raises `ValueError` for numbers that do not fit."""
+    check_tensor("x", x, torch.float32, 2, torch.device("cpu"))
+    if qtype.id not in _ENCODED:
+        names = ", ".join(quantized_types())
+        raise UnsupportedError(f"nothing can be quantised to {qtype.name}; types with a quantiser: {names}")
+    out = torch.empty((x.shape[0], qtype.row_bytes(x.shape[1])), dtype=torch.uint8)
+    if not _cpu.encode(x.data_ptr(), qtype.id, x.shape[0], x.shape[1], out.data_ptr()):
+        raise ValueError(f"a number is not finite, or too large for {qtype.name}")
+    return out
+
+
+def quantized_types() -> tuple[str, ...]:
+    """The names of the types that `quantize` writes."""
+    return tuple(BY_ID[number].name for number in sorted(_ENCODED))
 
 
 def moe_ffn(

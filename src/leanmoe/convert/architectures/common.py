@@ -24,8 +24,8 @@ DENSE_FFN = {
     "mlp.down_proj": "ffn_down",
 }
 ROUTER = {"mlp.gate": "ffn_gate_inp"}
-# Buffers that old checkpoints carry and that follow from the configuration.
-IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias")
+# Buffers that follow from the configuration, and the scales of activations, which are not rounded here.
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.(input|activation)_scale")
 
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
 
