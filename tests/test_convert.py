@@ -46,3 +46,31 @@ def test_a_packed_checkpoint_has_the_logits_of_transformers(arch: str, packed: C
         got = llm.logits(TOKENS).numpy()
     assert np.abs(got - want).max() <= 1e-3 * want.std()
     assert verify_pack(path) == []
+
+
+def test_a_checkpoint_that_also_sees_and_predicts_is_packed_as_its_text_model(
+    packed: Callable[..., Packed], tmp_path: Path
+) -> None:
+    """Qwen3.5 is published with a vision tower and blocks for multi-token prediction, its text model inside."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from oracles.checkpoint import tiny_checkpoint
+
+    folder = tiny_checkpoint(tmp_path / "tiny", "qwen35moe").path
+    stored = load_file(folder / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model."): value for name, value in stored.items()}
+    extra = {
+        "model.visual.blocks.0.norm1.weight": stored["model.norm.weight"].clone(),
+        "mtp.layers.0.input_layernorm.weight": stored["model.norm.weight"].clone(),
+        "mtp.fc.weight": stored["lm_head.weight"].clone(),
+    }
+    save_file(inner | extra, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(outer))
+    with LLM(packed("qwen35moe")[1]) as llm:
+        want = llm.logits(TOKENS)
+    with LLM(pack_source(CheckpointSource(folder), tmp_path / "tiny.lmpack")) as llm:
+        assert (llm.logits(TOKENS) == want).all()

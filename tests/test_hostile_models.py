@@ -1,18 +1,16 @@
 """Models that contradict themselves, in their metadata, tensors or packs: an error by name, never wrong text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
 from leanmoe import LLM
 from leanmoe.errors import FormatError, LeanError, UnsupportedError
 from leanmoe.pack import pack_gguf
-
-Tensors = dict[str, tuple[Any, gguf.GGMLQuantizationType]]
+from oracles.rewrite import Tensors, rewritten
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +18,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from oracles.tiny import tiny_gguf
 
     return tiny_gguf(tmp_path_factory.mktemp("hostile") / "tiny.gguf", "qwen3moe", "F32").path
-
-
-def _rewritten(
-    source: Path, path: Path, keys: Mapping[str, Any], change: Callable[[Tensors], object] = lambda t: None
-) -> Path:
-    """A copy of the model with other values for some keys (of the same type), and with changed tensors."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            kinds = field.types
-            value = keys.get(name.removeprefix("qwen3moe."), field.contents())
-            writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    tensors: Tensors = {t.name: (t.data, t.tensor_type) for t in reader.tensors}
-    change(tensors)
-    for name, (data, kind) in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def _rename(old: str, new: str) -> Callable[[Tensors], object]:
@@ -60,6 +36,7 @@ def _with_extra(tensors: Tensors) -> None:
     ("keys", "change", "says"),
     [
         ({"block_count": 1}, None, "blk.1"),
+        ({"nextn_predict_layers": 1}, None, "nextn"),
         ({"expert_feed_forward_length": 16}, None, "gates of"),
         ({}, _with_extra, "attn_sinks"),
         ({}, _rename("output_norm.weight", "odd\nname"), "output_norm"),
@@ -76,7 +53,7 @@ def test_a_model_that_contradicts_itself_is_refused_by_file(
     source: Path, tmp_path: Path, keys: dict[str, Any], change: Callable[[Tensors], object] | None, says: str
 ) -> None:
     """Each of these once answered with text of a network that the file does not describe, or with a traceback."""
-    path = _rewritten(source, tmp_path / "m.gguf", keys, change or (lambda t: None))
+    path = rewritten(source, tmp_path / "m.gguf", keys, change or (lambda t: None))
     with pytest.raises((FormatError, UnsupportedError), match=says) as refused:
         LLM(pack_gguf(path, tmp_path / "m.lmpack"))
     assert str(tmp_path) in str(refused.value)
@@ -87,6 +64,6 @@ def test_weights_that_are_no_numbers_end_the_answer(source: Path, tmp_path: Path
         data, kind = tensors["blk.0.attn_norm.weight"]
         tensors["blk.0.attn_norm.weight"] = (np.full_like(data, np.nan), kind)
 
-    path = _rewritten(source, tmp_path / "m.gguf", {}, spoil)
+    path = rewritten(source, tmp_path / "m.gguf", {}, spoil)
     with LLM(pack_gguf(path, tmp_path / "m.lmpack")) as llm, pytest.raises(LeanError, match="not finite"):
         llm.generate("Hello", max_tokens=2)

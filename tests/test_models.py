@@ -10,12 +10,25 @@ import pytest
 import torch
 
 from leanmoe import LLM
+from leanmoe.engine.sequence import Sequence, prefill
+from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import POLICIES
 from leanmoe.models.batch import Batch
 from leanmoe.pack import open_pack, pack_gguf
+from oracles.rewrite import Tensors, rewritten
 
-ARCHITECTURES = ["qwen3moe", "qwen2moe", "olmoe", "mixtral", "llama", "qwen2", "qwen3"]
-MOE = ARCHITECTURES[:4]
+ARCHITECTURES = [
+    "qwen3moe",
+    "qwen2moe",
+    "olmoe",
+    "mixtral",
+    "qwen3next",
+    "qwen35moe",
+    "llama",
+    "qwen2",
+    "qwen3",
+]
+MOE = ARCHITECTURES[:6]
 TOKENS = Random(7).choices(range(280), k=96)
 
 PackTiny = Callable[..., tuple[Any, Path]]
@@ -131,7 +144,7 @@ def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return torch.cat([llm.decoder.forward(Batch.of([(state, [t])])) for t in tokens])
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2", "qwen35moe"])
 def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed: PackTiny) -> None:
     """Serving batches the tokens of several users: one must not see another's."""
     _, path = packed(arch)
@@ -157,7 +170,7 @@ def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed:
     torch.testing.assert_close(last[1], want_b[-1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen3next"])
 def test_a_copied_sequence_goes_on_by_itself(arch: str, packed: PackTiny) -> None:
     """Two answers to one prompt would otherwise write into each other's memory."""
     _, path = packed(arch)
@@ -171,6 +184,126 @@ def test_a_copied_sequence_goes_on_by_itself(arch: str, packed: PackTiny) -> Non
         assert torch.equal(llm.decoder.forward(Batch.of([(other, [TOKENS[20]])])), want)
 
 
+def test_a_sequence_with_recurrent_layers_goes_back_to_its_checkpoint(packed: PackTiny) -> None:
+    """Else a conversation would either be computed anew at each turn, or go on from what was never said."""
+    _, path = packed("qwen35moe")
+    with LLM(path, kv_type="f32") as llm:
+        want = llm.logits(TOKENS)
+        state = llm.decoder.new_state(len(TOKENS), torch.float32)
+
+        def feed(tokens: list[int]) -> torch.Tensor:
+            return llm.decoder.forward(Batch.of([(state, tokens)], all_logits=True))
+
+        state.mark = 30
+        feed(TOKENS[:50])
+        assert state.truncate(50) == 50
+        assert state.truncate(40) == 30
+        torch.testing.assert_close(feed(TOKENS[30:]), want[30:], rtol=1e-3, atol=1e-3)
+        assert state.truncate(30) == 30
+        assert state.truncate(29) == 0
+        torch.testing.assert_close(feed(TOKENS), want, rtol=1e-3, atol=1e-3)
+        assert state.truncate(90) == 0  # that checkpoint was given up
+
+
+@pytest.mark.parametrize(("arch", "kept"), [("qwen3moe", 75), ("qwen3next", 64)])
+def test_a_prompt_that_ends_otherwise_is_computed_only_near_its_end(
+    arch: str, kept: int, packed: PackTiny
+) -> None:
+    """A chat template opens the answer with tokens that are not there once the answer has become history."""
+    _, path = packed(arch)
+    with LLM(path, kv_type="f32") as llm:
+        sequence = Sequence(llm.decoder.new_state(len(TOKENS), torch.float32))
+        prefill(llm.decoder, sequence, TOKENS[:80], 32)
+        other = TOKENS[:75] + TOKENS[81:]
+        assert sequence.keep_prefix(other) == kept
+        got = prefill(llm.decoder, sequence, other[kept:], 32)
+        torch.testing.assert_close(got, llm.logits(other)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("arch", "kept"), [("qwen3moe", 60), ("qwen35moe", 20)])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_sequence_goes_on_after_an_expert_could_not_be_read(
+    arch: str, kept: int, after: int, packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers have seen the tokens of the failed pass, the others have not."""
+    _, path = packed(arch, num_hidden_layers=4)
+    with LLM(path, kv_type="f32") as llm:
+        want = llm.logits(TOKENS)
+        sequence = Sequence(llm.decoder.new_state(len(TOKENS), torch.float32))
+        state = sequence.state
+        state.mark = 20
+        llm.decoder.forward(Batch.of([(state, TOKENS[:60])]))
+        sequence.tokens = TOKENS[:60]
+
+        def fail(*_: object) -> None:
+            raise ExpertReadError("gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.decoder.layers[after], "ffn", fail)
+            with pytest.raises(ExpertReadError):
+                llm.decoder.forward(Batch.of([(state, TOKENS[60:70])]))
+        assert state.length == kept
+        assert sequence.keep_prefix(TOKENS) == kept
+        got = llm.decoder.forward(Batch.of([(state, TOKENS[kept:])]))[0]
+        torch.testing.assert_close(got, want[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_plan_counts_what_a_sequence_keeps(arch: str, packed: PackTiny) -> None:
+    """State that is not planned is taken from the rest of the machine."""
+    _, path = packed(arch)
+    with LLM(path, context=200) as llm:
+        assert llm.decoder.new_state(200, torch.float16).nbytes == sum(d.state for d in llm.plan.devices)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_the_number_of_threads_changes_no_bit(arch: str, packed: PackTiny) -> None:
+    _, path = packed(arch)
+    tokens = Random(3).choices(range(280), k=500)
+    with LLM(path, threads=1, chunk=512) as llm:
+        want = llm.logits(tokens)
+    with LLM(path, threads=3, chunk=512) as llm:
+        assert torch.equal(llm.logits(tokens), want)
+
+
+def test_old_files_of_qwen3next_with_one_projection_are_the_same_model(
+    packed: PackTiny, tmp_path: Path
+) -> None:
+    """The files of its first months hold queries, keys, values and gates in one tensor, key head by key head."""
+    tiny, path = packed("qwen3next")
+
+    def fuse(tensors: Tensors) -> None:
+        for layer in (0, 1, 2):
+            (qkv, kind), (z, _) = (tensors.pop(f"blk.{layer}.attn_{n}.weight") for n in ("qkv", "gate"))
+            q, k, v, z = (m.reshape(2, -1, m.shape[-1]) for m in (*np.split(qkv, [32, 64]), z))
+            fused = np.concatenate([q, k, v, z], axis=1).reshape(-1, qkv.shape[-1])
+            tensors[f"blk.{layer}.ssm_in.weight"] = fused, kind
+
+    old = rewritten(tiny.path, tmp_path / "old.gguf", {}, fuse)
+    with LLM(path) as llm:
+        want = llm.logits(TOKENS)
+    with LLM(pack_gguf(old, tmp_path / "old.lmpack")) as llm:
+        torch.testing.assert_close(llm.logits(TOKENS), want, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_for_multi_token_prediction_are_left_out(packed: PackTiny, tmp_path: Path) -> None:
+    """Run as one more layer, such a block would spoil every answer."""
+    tiny, path = packed("qwen35moe")
+
+    def add(tensors: Tensors) -> None:
+        block = {n: t for n, t in tensors.items() if n.startswith("blk.3.")}
+        tensors.update({n.replace("blk.3.", "blk.4."): t for n, t in block.items()})
+        tensors["blk.4.nextn.eh_proj.weight"] = tensors["blk.3.attn_q.weight"]
+
+    keys = {"block_count": 5, "nextn_predict_layers": 1}
+    longer = rewritten(tiny.path, tmp_path / "mtp.gguf", keys, add)
+    with LLM(path) as llm:
+        want = llm.logits(TOKENS)
+    with LLM(pack_gguf(longer, tmp_path / "mtp.lmpack")) as llm:
+        assert llm.spec.layers == 4
+        assert torch.equal(llm.logits(TOKENS), want)
+
+
 @pytest.mark.parametrize("arch", MOE)
 def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: PackTiny) -> None:
     experts = {"num_local_experts": 8} if arch == "mixtral" else {}
@@ -178,7 +311,7 @@ def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: Pac
     with LLM(path) as llm:
         want = llm.logits(TOKENS)
     with LLM(path, devices=("cpu", "cpu"), cache=_floor(path, 2)) as llm:
-        assert [len(d.layers) for d in llm.plan.devices] == [1, 1]
+        assert len({len(d.layers) for d in llm.plan.devices}) == 1
         assert torch.equal(llm.logits(TOKENS), want)
         assert llm.stats.evictions > 0
 

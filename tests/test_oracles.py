@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 TOKENS = random.Random(5).choices(range(280), k=96)
-ARCHITECTURES = ["qwen3moe", "qwen2moe", "olmoe", "mixtral", "llama", "qwen2", "qwen3"]
+ARCHITECTURES = [
+    "qwen3moe",
+    "qwen2moe",
+    "olmoe",
+    "mixtral",
+    "qwen3next",
+    "qwen35moe",
+    "llama",
+    "qwen2",
+    "qwen3",
+]
 QUANTS = [
     "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0",

@@ -48,8 +48,23 @@ class _Family:
     config: Mapping[str, Any]
     expert_width: str = ""
     permuted: bool = False
+    norm2: str = "ffn_norm"
     pre: str = "qwen2"
 
+
+_DELTA_NET: dict[str, Any] = _EXPERTS | dict(
+    num_hidden_layers=4,
+    intermediate_size=64,
+    head_dim=32,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+)
+_PARTIAL_ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 
 _FAMILIES = {
     "qwen3moe": _Family(
@@ -81,6 +96,22 @@ _FAMILIES = {
         expert_width="intermediate_size",
         permuted=True,
         pre="smollm",
+    ),
+    "qwen3next": _Family(
+        architecture="qwen3next",
+        hf="Qwen3Next",
+        config=_DELTA_NET | dict(norm_topk_prob=True, rope_parameters=_PARTIAL_ROPE),
+        expert_width="moe_intermediate_size",
+        norm2="post_attention_norm",
+    ),
+    "qwen35moe": _Family(
+        architecture="qwen35moe",
+        hf="Qwen3_5Moe",
+        config=_DELTA_NET
+        | dict(rope_parameters=_PARTIAL_ROPE | dict(mrope_section=[3, 3, 2], mrope_interleaved=True)),
+        expert_width="moe_intermediate_size",
+        norm2="post_attention_norm",
+        pre="qwen35",
     ),
     "llama": _Family("llama", "Llama", dict(intermediate_size=96), permuted=True, pre="smollm"),
     "qwen2": _Family("qwen2", "Qwen2", dict(intermediate_size=96)),
@@ -136,7 +167,10 @@ def tiny_hf_model(
 def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "PreTrainedModel":
     import transformers
 
-    hf_config = getattr(transformers, f"{family.hf}Config")(**config, tie_word_embeddings=False)
+    kind = getattr(transformers, f"{family.hf}TextConfig", None) or getattr(
+        transformers, f"{family.hf}Config"
+    )
+    hf_config = kind(**config, tie_word_embeddings=False)
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
     model: PreTrainedModel = getattr(transformers, f"{family.hf}ForCausalLM")(hf_config).float().eval()
@@ -144,7 +178,7 @@ def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "
     with torch.no_grad():
         for name, value in model.state_dict().items():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(_scaled(name, noise))
+            value.copy_(_scaled(name, noise, centred=_zero_centred(family, name)))
         _lean_to_experts_and_successors(model.state_dict(), generator)
     return model
 
@@ -162,11 +196,18 @@ def _lean_to_experts_and_successors(state: Mapping[str, torch.Tensor], generator
     output[successor] += embedding * (18.0 / width)
 
 
-def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+def _zero_centred(family: _Family, name: str) -> bool:
+    """Whether transformers adds one to this norm's weight."""
+    return "linear_num_key_heads" in family.config and "linear_attn" not in name
+
+
+def _scaled(name: str, noise: torch.Tensor, *, centred: bool) -> torch.Tensor:
     if name.endswith("norm.weight"):
-        return 1.0 + 0.2 * noise
-    if name.endswith(".bias"):
+        return 0.2 * noise if centred else 1.0 + 0.2 * noise
+    if name.endswith((".bias", "dt_bias", "A_log")):
         return 0.3 * noise
+    if "conv1d" in name:
+        return 0.5 * noise
     if "embed_tokens" in name:
         return noise
     gains = {
@@ -175,6 +216,7 @@ def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
         "gate_up_proj": 1.5,
         "down_proj": 0.8,
         "o_proj": 0.8,
+        "out_proj": 0.8,
     }
     gain: float = next((gain for end, gain in gains.items() if end in name), 1.2)
     return noise.mul(gain / noise.shape[-1] ** 0.5)
@@ -194,8 +236,11 @@ def _add_metadata(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(hf_config.rope_parameters["rope_theta"])
+    rope = hf_config.rope_parameters
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_layer_norm_rms_eps(hf_config.rms_norm_eps)
     writer.add_vocab_size(config["vocab_size"])
     if family.expert_width:
@@ -205,6 +250,13 @@ def _add_metadata(
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if "linear_num_key_heads" in config:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,30 +265,43 @@ class _Tensor:
 
     name: str
     source: torch.Tensor
-    permuted_heads: int = 0
+    rows: torch.Tensor | None = None  # the file's row i is the parameter's row rows[i]
+    columns: torch.Tensor | None = None
+    changed: str = ""  # "+1" or "-exp": what the file holds of each number
 
     def write(self, writer: gguf.GGUFWriter, quant: str) -> None:
         """Write it, and put back into the transformers model exactly the values that were stored."""
         kind = "F32" if self._stays_f32() else storage_type(quant, self.source.shape[-1])
-        stored = self._reordered(self.source, to_gguf=True)
+        stored = self._to_file()
         data = quantise(stored.contiguous().numpy(), kind)
         if kind == "F32":
             writer.add_tensor(self.name, data.view(np.float32))
         else:
             writer.add_tensor(self.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
         with torch.no_grad():
-            self.source.copy_(self._reordered(torch.from_numpy(dequantise(data, kind)), to_gguf=False))
+            self._from_file(torch.from_numpy(dequantise(data, kind)))
 
     def _stays_f32(self) -> bool:
-        return self.source.ndim == 1 or "ffn_gate_inp" in self.name
+        return self.source.ndim == 1 or "ffn_gate_inp" in self.name or "conv1d" in self.name
 
-    def _reordered(self, rows: torch.Tensor, *, to_gguf: bool) -> torch.Tensor:
-        """Between half-split rotary rows (transformers) and interleaved ones (GGUF `llama`), per head."""
-        if not self.permuted_heads:
-            return rows
-        halves = (2, -1) if to_gguf else (-1, 2)
-        view = rows.reshape(self.permuted_heads, *halves, *rows.shape[1:])
-        return view.transpose(1, 2).reshape(rows.shape)
+    def _to_file(self) -> torch.Tensor:
+        value = self.source if self.rows is None else self.source[self.rows]
+        value = value if self.columns is None else value[:, self.columns]
+        return {"": lambda: value, "+1": lambda: value + 1, "-exp": lambda: -value.exp()}[self.changed]()
+
+    def _from_file(self, value: torch.Tensor) -> None:
+        value = {"": lambda: value, "+1": lambda: value - 1, "-exp": lambda: (-value).log()}[self.changed]()
+        if self.columns is not None:
+            value = value[:, self.columns.argsort()]
+        if self.rows is None:
+            self.source.copy_(value)
+        else:
+            self.source[self.rows] = value
+
+
+def _interleaved(heads: int, rows: int) -> torch.Tensor:
+    """From half-split rotary rows (transformers) to pairs of neighbours (GGUF `llama`), per head."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -248,7 +313,6 @@ _BLOCK = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -267,16 +331,68 @@ def _tensors(
     for name, value in state.items():
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP:
-            yield _Tensor(f"{_TOP[stem]}.{suffix}", value)
+            yield _Tensor(f"{_TOP[stem]}.{suffix}", value, changed=_change(family, name))
             continue
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
         if part == "mlp.experts":
             yield from _expert_tensors(f"blk.{layer}", suffix, value)
             continue
-        short = _BLOCK[part]
-        permuted = heads.get(short, 0) if family.permuted else 0
+        if part.startswith("linear_attn"):
+            tiled = family.architecture == "qwen35moe"
+            part = name.rpartition("linear_attn.")[2]
+            yield from _delta_net_tensors(f"blk.{layer}", part, config, value, tiled=tiled)
+            continue
+        short = family.norm2 if part == "post_attention_layernorm" else _BLOCK[part]
+        rows = _interleaved(heads[short], len(value)) if family.permuted and short in heads else None
         flat = value[0] if short == "ffn_gate_inp_shexp" else value
-        yield _Tensor(f"blk.{layer}.{short}.{suffix}", flat, permuted)
+        yield _Tensor(f"blk.{layer}.{short}.{suffix}", flat, rows, changed=_change(family, name))
+
+
+def _change(family: _Family, name: str) -> str:
+    return "+1" if name.endswith("norm.weight") and _zero_centred(family, name) else ""
+
+
+def _delta_net_tensors(
+    block: str, part: str, config: Mapping[str, Any], value: torch.Tensor, *, tiled: bool
+) -> Iterator[_Tensor]:
+    """Qwen3-Next fuses its projections by key head; Qwen3.5 does not, but its file deals value heads out in turn."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"]
+    value_rows = values * width
+    if part == "in_proj_qkvz.weight":
+        sizes = [config["linear_key_head_dim"]] * 2 + [value_rows // keys] * 2
+        *qkv, z = (p.flatten() for p in torch.arange(len(value)).view(keys, -1).split(sizes, dim=1))
+        yield _Tensor(f"{block}.attn_qkv.weight", value, torch.cat(qkv))
+        yield _Tensor(f"{block}.attn_gate.weight", value, z)
+        return
+    if part == "in_proj_ba.weight":
+        yield _Tensor(f"{block}.ssm_ba.weight", value)
+        return
+    names = {
+        "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
+        "in_proj_a.weight": "ssm_alpha.weight",
+        "in_proj_b.weight": "ssm_beta.weight",
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+        "conv1d.weight": "ssm_conv1d.weight",
+        "norm.weight": "ssm_norm.weight",
+        "out_proj.weight": "ssm_out.weight",
+    }
+    name, changed = f"{block}.{names[part]}", "-exp" if part == "A_log" else ""
+    value = value[:, 0] if part == "conv1d.weight" else value
+    if not tiled or part == "norm.weight":
+        yield _Tensor(name, value, changed=changed)
+        return
+    heads = torch.arange(values).view(keys, -1).t().flatten()
+    rows = (heads[:, None] * width + torch.arange(width)).flatten()
+    if part == "out_proj.weight":
+        yield _Tensor(name, value, columns=rows)
+    elif len(value) == values:
+        yield _Tensor(name, value, heads, changed=changed)
+    else:
+        untouched = torch.arange(len(value) - value_rows)
+        yield _Tensor(name, value, torch.cat((untouched, len(untouched) + rows)))
 
 
 def _expert_tensors(block: str, parameter: str, value: torch.Tensor) -> Iterator[_Tensor]:

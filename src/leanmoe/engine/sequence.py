@@ -10,6 +10,9 @@ from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.state import SequenceState
 
+# Tokens at the end of a prompt that may be peculiar to it: a chat template's opening of the answer.
+_OPENING = 16
+
 
 class Sequence:
     """A state and the tokens it stands for. `tokens[i]` was fed at position i."""
@@ -27,6 +30,7 @@ class Sequence:
 
         At least one token of `tokens` is always left to feed, since its logits are wanted.
         """
+        del self.tokens[self.state.length :]  # a pass that failed may have cost some
         shared = 0
         for mine, wanted in zip(self.tokens, tokens[:-1], strict=False):
             if mine != wanted:
@@ -48,13 +52,17 @@ def prefill(
 
     None if `cancelled` said so between chunks; the sequence then holds the chunks that were fed.
     """
-    sequence.state.reserve(len(tokens))
+    state = sequence.state
+    state.reserve(len(tokens))
+    end = state.length + len(tokens)
+    # The next turn of a conversation shares this prompt, but not always the few tokens that open the answer.
+    state.mark = end - _OPENING if len(tokens) > _OPENING else None
     logits: torch.Tensor | None = None
     for begin in range(0, len(tokens), chunk):
         if cancelled():
             return None
         part = list(tokens[begin : begin + chunk])
-        logits = decoder.forward(Batch.of([(sequence.state, part)]))[0]
+        logits = decoder.forward(Batch.of([(state, part)]))[0]
         sequence.tokens.extend(part)
     return logits
 

@@ -28,11 +28,11 @@ class Attention:
         self.spec, self.layer, self.workers = a, layer, workers
         self.rope = Rope(a.rope, trunk.vector_if_present("rope_freqs.weight", a.rope.rotary_dim // 2))
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        self.q = trunk.weight(prefix + "attn_q.weight", q_size, spec.hidden)
+        self.q = trunk.weight(prefix + "attn_q.weight", q_size * (2 if a.gated else 1), spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
         self.v = trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
         self.out = trunk.weight(prefix + "attn_output.weight", spec.hidden, q_size)
-        self.q_bias = trunk.vector_if_present(prefix + "attn_q.bias", q_size)
+        self.q_bias = None if a.gated else trunk.vector_if_present(prefix + "attn_q.bias", q_size)
         self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
         self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
@@ -56,6 +56,8 @@ class Attention:
             _biased(linear(w, x), b)
             for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
         )
+        if a.gated:
+            q, gate = (t.flatten(1) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
         if a.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
@@ -67,7 +69,10 @@ class Attention:
         for s in batch.segments:
             keys, values = s.state.kv(self.layer).extend(s.start, k[s.rows], v[s.rows])
             _attend(q[s.rows], keys, values, a.scale, mixed[s.rows], self.workers)
-        return _biased(linear(self.out, mixed.view(-1, a.heads * a.head_dim)), self.out_bias)
+        mixed = mixed.view(-1, a.heads * a.head_dim)
+        if a.gated:
+            mixed.mul_(gate.sigmoid_())
+        return _biased(linear(self.out, mixed), self.out_bias)
 
 
 def _attend(

@@ -1,6 +1,6 @@
 """The tokens that one forward pass takes: any number of sequences, each with its own state and position."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,16 @@ class Segment:
     state: SequenceState
     start: int
     rows: slice
+
+    def pieces(self) -> Iterator[tuple[slice, bool]]:
+        """The rows, cut where the sequence wants a checkpoint; True with the piece that ends there."""
+        cut = self.rows.start + (self.state.mark or 0) - self.start
+        if self.rows.start < cut <= self.rows.stop:
+            yield slice(self.rows.start, cut), True
+        else:
+            cut = self.rows.start
+        if cut < self.rows.stop:
+            yield slice(cut, self.rows.stop), False
 
 
 @dataclass(frozen=True, slots=True)

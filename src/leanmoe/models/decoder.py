@@ -8,11 +8,12 @@ from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import embed, linear
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
+from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.lookahead import Gate, attach
 from leanmoe.models.moe import DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
-from leanmoe.models.spec import AttentionSpec, ModelSpec
+from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
 from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
@@ -29,7 +30,7 @@ class Mixer(Protocol):
 
 
 # Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, workers).
-_MIXERS: dict[type, Any] = {AttentionSpec: Attention}
+_MIXERS: dict[type, Any] = {AttentionSpec: Attention, DeltaNetSpec: DeltaNet}
 
 
 class Layer:
@@ -93,16 +94,21 @@ class Decoder:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [rows wanted, vocab] float32 on the CPU. Every sequence in the batch advances by its tokens.
 
-        If an expert cannot be read the sequences keep the length they had, and may be continued later.
+        If an expert cannot be read the sequences keep the length they had, or that of their checkpoint if they
+        have a recurrent layer (see `SequenceState`), and may be continued later.
         """
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
         x = embed(self.embedding, batch.tokens)
         tables = RopeTables(batch.positions)
-        for layer, device in zip(self.layers, self.devices, strict=True):
-            x = layer(x.to(device), batch, tables)
-        wanted = self.norm(x[batch.logit_rows.to(x.device)])
-        logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
+        try:
+            for layer, device in zip(self.layers, self.devices, strict=True):
+                x = layer(x.to(device), batch, tables)
+        except BaseException:
+            for s in batch.segments:
+                s.state.abandon(s.rows.stop - s.rows.start)
+            raise
         for s in batch.segments:
-            s.state.length = s.start + (s.rows.stop - s.rows.start)
-        return logits
+            s.state.advance(s.rows.stop - s.rows.start)
+        wanted = self.norm(x[batch.logit_rows.to(x.device)])
+        return linear(self.output, wanted.to(self.output.data.device)).cpu()

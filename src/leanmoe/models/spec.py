@@ -10,6 +10,8 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 # Queries attended at once: bounds the mask to QUERY_BLOCK x context bytes, so that memory is linear in context.
 QUERY_BLOCK = 256
+# Tokens that the chunked form of the delta rule takes at once: its work within a block grows with their square.
+DELTA_BLOCK = 64
 
 
 class Metadata:
@@ -39,6 +41,15 @@ class Metadata:
         if not isinstance(value, bool):
             raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted true or false")
         return value
+
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """The first `count` of the truth values at `ARCH.key`; None without the key."""
+        values = self.values.get(f"{self.arch}.{key}")
+        if values is None:
+            return None
+        if not hasattr(values, "__len__") or isinstance(values, str | bytes) or len(values) < count:
+            raise FormatError(f"{self.source}: {self.arch}.{key} has no value for each of {count} layers")
+        return [bool(value) for value in values[:count]]
 
     def text(self, key: str, default: str) -> str:
         value = self.values.get(f"{self.arch}.{key}", default)
@@ -107,7 +118,8 @@ class MixerSpec(Protocol):
 class AttentionSpec:
     """Grouped-query attention: `heads` query heads share `kv_heads` key and value heads of `head_dim`.
 
-    `qk_norm`: RMSNorm of q and k before rope, per "head", over the "full" projection, or None.
+    `qk_norm`: RMSNorm of q and k before rope, per "head", over the "full" projection, or None. With `gated`,
+    `attn_q` gives each head its query and then a gate of the same size, whose sigmoid scales what the head saw.
     """
 
     heads: int
@@ -116,6 +128,7 @@ class AttentionSpec:
     rope: RopeSpec
     scale: float
     qk_norm: Literal["head", "full"] | None = None
+    gated: bool = False
 
     def state_bytes(self, context: int, element_bytes: int) -> int:
         return context * 2 * self.kv_heads * self.head_dim * element_bytes
@@ -124,7 +137,41 @@ class AttentionSpec:
         # Each thread attends for one block of queries and some of the heads, under a mask of its own.
         attending = min(threads, -(-chunk // QUERY_BLOCK) * min(threads, self.kv_heads))
         masks = attending * 5 * min(chunk, QUERY_BLOCK) * context
-        return 4 * chunk * (self.heads + 2 * self.kv_heads) * self.head_dim + masks
+        heads = self.heads * (3 if self.gated else 1) + 2 * self.kv_heads
+        return 4 * chunk * heads * self.head_dim + masks
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A gated delta net: `value_heads` memories of [key_dim, value_dim], after a convolution over `kernel` tokens.
+
+    Each key (and query) head serves several value heads: with `grouped` neighbours (value head j reads key head
+    j // R), else every key_heads-th (j % key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    grouped: bool
+
+    @property
+    def channels(self) -> int:
+        """Numbers that pass through the convolution: all queries, all keys, all values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_bytes(self, context: int, element_bytes: int) -> int:
+        """Always float32, and twice: as it is, and at the checkpoint."""
+        memory = self.value_heads * self.key_dim * self.value_dim
+        return 2 * 4 * ((self.kernel - 1) * self.channels + memory)
+
+    def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
+        per_token = 4 * self.channels + self.value_heads * (2 * self.key_dim + 4 * self.value_dim)
+        block = min(chunk, DELTA_BLOCK)
+        per_block = self.value_heads * block * (3 * block + 2 * self.key_dim + 3 * self.value_dim)
+        memory = self.value_heads * self.key_dim * self.value_dim
+        return 4 * (chunk * per_token + per_block + memory)
 
 
 Gating = Literal["softmax", "sigmoid", "chosen_softmax", "sqrt_softplus"]

@@ -50,15 +50,51 @@ class KVState:
         return other
 
 
+class RecurrentState:
+    """A layer's memory of all tokens so far, float32, and a copy of it as it was at the last checkpoint.
+
+    `recent` holds the last inputs of the layer's convolution, `memory` everything else; both begin as zeros. No
+    prefix can be had from them.
+    """
+
+    def __init__(self, recent: torch.Tensor, memory: torch.Tensor) -> None:
+        self.recent, self.memory = recent, memory
+        self._saved = torch.empty_like(recent), torch.empty_like(memory)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * (self.recent.nbytes + self.memory.nbytes)
+
+    def save(self) -> None:
+        for saved, now in zip(self._saved, (self.recent, self.memory), strict=True):
+            saved.copy_(now)
+
+    def restore(self) -> None:
+        for saved, now in zip(self._saved, (self.recent, self.memory), strict=True):
+            now.copy_(saved)
+
+    def clear(self) -> None:
+        self.recent.zero_()
+        self.memory.zero_()
+
+    def copy(self, length: int) -> "RecurrentState":
+        return RecurrentState(self.recent.clone(), self.memory.clone())
+
+
 class SequenceState:
     """One sequence's state: `layers[i]` is what layer i keeps, with room for `capacity` tokens.
 
-    `length` tokens are held. Memory is reserved at once and touched as the sequence grows.
+    `length` tokens are held. Memory is reserved at once and touched as the sequence grows. A sequence whose layers
+    all keep something for each token can be cut anywhere; one with a recurrent layer only where it has its
+    checkpoint, which is taken at the length `mark` as the sequence passes it.
     """
 
     def __init__(self, layers: Sequence[LayerState], capacity: int) -> None:
         self.layers = tuple(layers)
         self.capacity, self.length = capacity, 0
+        self.mark: int | None = None
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentState)]
+        self._checkpoint: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +105,26 @@ class SequenceState:
         state = self.layers[layer]
         assert isinstance(state, KVState)
         return state
+
+    def recurrent(self, layer: int) -> RecurrentState:
+        """The state of a recurrent layer."""
+        state = self.layers[layer]
+        assert isinstance(state, RecurrentState)
+        return state
+
+    def advance(self, tokens: int) -> None:
+        """Every layer has taken `tokens` more, and saved what it kept at `mark` if they reached it."""
+        if self.mark is not None and self.length < self.mark <= self.length + tokens:
+            self._checkpoint, self.mark = self.mark, None
+        self.length += tokens
+
+    def abandon(self, tokens: int) -> None:
+        """Only some layers have taken `tokens` more: goes back to where all agree."""
+        if self.mark is not None and self.length < self.mark <= self.length + tokens:
+            self._checkpoint = None  # some layers saved over it
+        self.mark = None
+        if self._recurrent:
+            self._go_back(self.length)
 
     def reserve(self, tokens: int) -> None:
         """Checks that `tokens` more fit. Raises `UsageError` naming the context that would do."""
@@ -82,8 +138,23 @@ class SequenceState:
         """Forgets every token after the first `length`, or, where a layer cannot, more. Returns what is left."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a sequence of {self.length} tokens to {length}")
-        self.length = length
-        return length
+        self.mark = None
+        if self._recurrent and length < self.length:
+            self._go_back(length)
+        else:
+            self.length = length
+        return self.length
+
+    def _go_back(self, length: int) -> None:
+        """To the checkpoint if it holds no more than `length` tokens, else to the beginning."""
+        if self._checkpoint is not None and self._checkpoint > length:
+            self._checkpoint = None
+        for layer in self._recurrent:
+            if self._checkpoint is None:
+                layer.clear()
+            else:
+                layer.restore()
+        self.length = self._checkpoint or 0
 
     def copy(self) -> "SequenceState":
         """A sequence of its own that goes on from the same tokens."""

@@ -74,6 +74,11 @@ class Trunk:
         info = self._info(name, (size,))
         return dequantize(self._bytes(info), info.qtype, (size,)).to(self._device_of(name))
 
+    def matrix(self, name: str, rows: int, cols: int) -> torch.Tensor:
+        """The matrix `name` [rows, cols] as float32."""
+        info = self._info(name, (rows, cols))
+        return dequantize(self._bytes(info), info.qtype, (rows, cols)).to(self._device_of(name))
+
     def vector_if_present(self, name: str, size: int) -> torch.Tensor | None:
         return self.vector(name, size) if self.has(name) else None
 

@@ -98,6 +98,7 @@ def split_experts(gguf: GGUFFile) -> Split:
             )
         else:
             trunk.append(tensor)
+    _check_skipped(gguf, skipped)
     arch = gguf.architecture
     expert_count = gguf.integer(f"{arch}.expert_count", 0)
     if expert_count < 0 or bool(by_layer) != bool(expert_count):
@@ -128,6 +129,17 @@ def _block_counts(gguf: GGUFFile) -> tuple[int, int]:
             "at least one layer must remain"
         )
     return blocks, blocks - prediction
+
+
+def _check_skipped(gguf: GGUFFile, skipped: list[TensorInfo]) -> None:
+    """A block that is left out must be one for multi-token prediction, or the model would lose a layer unseen."""
+    prefixes = {tensor.name[: tensor.name.index(".", 4) + 1] for tensor in skipped}
+    for prefix in sorted(prefixes):
+        if not any(tensor.name.startswith(prefix + "nextn.") for tensor in skipped):
+            raise FormatError(
+                f"{gguf.path}: {gguf.architecture}.nextn_predict_layers says that {prefix[:-1]} serves "
+                f"multi-token prediction, but it has no '{prefix}nextn.*' tensor"
+            )
 
 
 def _layer_slices(gguf: GGUFFile, layer: int, tensors: Mapping[str, TensorInfo], experts: int) -> LayerSlices:

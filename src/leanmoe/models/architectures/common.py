@@ -83,7 +83,11 @@ def _read_yarn(meta: Metadata, rope: RopeSpec, whole_pairs: bool) -> RopeSpec:
 
 
 def read_attention(
-    meta: Metadata, style: Literal["neox", "norm"], qk_norm: Literal["head", "full"] | None = None
+    meta: Metadata,
+    style: Literal["neox", "norm"],
+    qk_norm: Literal["head", "full"] | None = None,
+    *,
+    gated: bool = False,
 ) -> AttentionSpec:
     """Head counts and sizes; head size defaults to hidden / heads."""
     heads = meta.integer("attention.head_count", low=1, high=4096)
@@ -98,7 +102,7 @@ def read_attention(
     if value_dim != head_dim:
         raise UnsupportedError(f"{meta.source}: value heads of {value_dim} beside key heads of {head_dim}")
     scale = meta.number("attention.scale", 0.0) or head_dim**-0.5
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm)
+    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm, gated)
 
 
 def read_router(
