@@ -74,3 +74,38 @@ def test_a_checkpoint_that_also_sees_and_predicts_is_packed_as_its_text_model(
         want = llm.logits(TOKENS)
     with LLM(pack_source(CheckpointSource(folder), tmp_path / "tiny.lmpack")) as llm:
         assert (llm.logits(TOKENS) == want).all()
+
+
+def test_the_mxfp4_experts_of_gpt_oss_keep_their_numbers(tmp_path: Path) -> None:
+    """Their blocks are laid out anew, and a number in the wrong place or half would make nonsense."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from leanmoe.kernels import dequantize
+    from leanmoe.pack import open_pack
+    from oracles.checkpoint import tiny_checkpoint
+
+    folder = tiny_checkpoint(tmp_path / "tiny", "gpt-oss", num_hidden_layers=1).path
+    stored, want = load_file(folder / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(3)
+    for name in ("gate_up_proj", "down_proj"):
+        full = f"model.layers.0.mlp.experts.{name}"
+        experts, inputs, outputs = stored.pop(full).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 130, shape, generator=generator, dtype=torch.uint8)
+        stored[f"{full}_blocks"], stored[f"{full}_scales"] = blocks, scales
+        want[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, in, out]
+    save_file(stored, folder / "model.safetensors")
+    pack = open_pack(pack_source(CheckpointSource(folder), tmp_path / "tiny.lmpack"))
+    for expert in range(8):
+        data = torch.frombuffer(bytearray(pack.expert_path(0, expert).read_bytes()), dtype=torch.uint8)
+        got = {
+            name: dequantize(data[s.offset : s.offset + s.nbytes], s.qtype, s.shape)
+            for name, s in pack.manifest.layers[0].layout.sections.items()
+            if s.qtype.name == "MXFP4"
+        }
+        assert torch.equal(got["gate"], want["gate_up_proj"][expert].T[::2])
+        assert torch.equal(got["up"], want["gate_up_proj"][expert].T[1::2])
+        assert torch.equal(got["down"], want["down_proj"][expert].T)

@@ -8,8 +8,8 @@ tokens. So each token's embedding leans towards two experts of each layer, and t
 other token, as in trained models; what remains is decided by the context.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,22 @@ _EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2)
 _WIDE = dict(hidden_size=256, intermediate_size=256)
 
 
+def _fused_experts(parameter: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gate rows before up rows [E, 2F, D], or down [E, D, F]."""
+    names = ("down",) if parameter == "down_proj" else ("gate", "up")
+    for name, rows in zip(names, value.chunk(len(names), dim=1), strict=True):
+        yield f"ffn_{name}_exps.weight", rows
+
+
+def _interleaved_experts(parameter: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """gpt-oss: inputs before outputs [E, D, 2F], gate and up taking turns; with biases [E, 2F]."""
+    kind = "bias" if parameter.endswith("_bias") else "weight"
+    rows = value if kind == "bias" else value.transpose(1, 2)
+    names = ("down",) if parameter.startswith("down") else ("gate", "up")
+    for i, name in enumerate(names):
+        yield f"ffn_{name}_exps.{kind}", rows[:, i :: len(names)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How one architecture is configured in transformers and named in GGUF."""
@@ -50,6 +66,40 @@ class _Family:
     permuted: bool = False
     norm2: str = "ffn_norm"
     pre: str = "qwen2"
+    names: Mapping[str, str] = field(default_factory=dict)  # where they differ from `_BLOCK`
+    experts: Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]] = _fused_experts
+    metadata: Callable[[gguf.GGUFWriter, Any], None] = lambda writer, config: None
+
+
+def _gpt_oss_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    rope = config.rope_parameters
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_bool("gpt-oss.rope.scaling.yarn_whole_pairs", rope["truncate"])
+
+
+def _granite_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def gpt_oss_rope(*, whole_pairs: bool) -> dict[str, Any]:
+    """YaRN as gpt-oss has it, or as llama.cpp computes it (`whole_pairs`)."""
+    return dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=16.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=whole_pairs,
+        original_max_position_embeddings=64,
+    )
 
 
 _DELTA_NET: dict[str, Any] = _EXPERTS | dict(
@@ -116,6 +166,37 @@ _FAMILIES = {
     "llama": _Family("llama", "Llama", dict(intermediate_size=96), permuted=True, pre="smollm"),
     "qwen2": _Family("qwen2", "Qwen2", dict(intermediate_size=96)),
     "qwen3": _Family("qwen3", "Qwen3", dict(intermediate_size=96, head_dim=32)),
+    "gpt-oss": _Family(
+        architecture="gpt-oss",
+        hf="GptOss",
+        config=dict(intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=4)
+        | dict(head_dim=32, sliding_window=8, rope_parameters=gpt_oss_rope(whole_pairs=False)),
+        expert_width="intermediate_size",
+        pre="gpt-4o",
+        norm2="post_attention_norm",
+        names={
+            "self_attn": "attn_sinks",
+            "mlp.router": "ffn_gate_inp",
+        },
+        experts=_interleaved_experts,
+        metadata=_gpt_oss_metadata,
+    ),
+    "granitemoe": _Family(
+        architecture="granitemoe",
+        hf="GraniteMoeShared",
+        config=dict(intermediate_size=32, num_local_experts=8, num_experts_per_tok=2)
+        | dict(shared_intermediate_size=48, embedding_multiplier=1.5, attention_multiplier=0.3)
+        | dict(residual_multiplier=0.7, logits_scaling=2.0),
+        expert_width="intermediate_size",
+        permuted=True,
+        pre="refact",
+        names={
+            "block_sparse_moe.router": "ffn_gate_inp",
+            "shared_mlp.input_linear": "ffn_gate_shexp ffn_up_shexp",
+            "shared_mlp.output_linear": "ffn_down_shexp",
+        },
+        metadata=_granite_metadata,
+    ),
 }
 ARCHITECTURES = tuple(_FAMILIES)
 MOE_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.expert_width)
@@ -183,11 +264,14 @@ def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "
     return model
 
 
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "sparse_moe.router.weight")
+
+
 def _lean_to_experts_and_successors(state: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
     embedding, output = state["model.embed_tokens.weight"], state["lm_head.weight"]
     vocab, width = embedding.shape
     for name, router in state.items():
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(_ROUTERS):
             ranks = torch.rand(vocab, len(router), generator=generator).argsort(dim=1)
             directions = torch.nn.functional.normalize(router, dim=1) * (0.8 * width**0.5)
             embedding += directions[ranks[:, 0]] + 0.8 * directions[ranks[:, 1]]
@@ -204,17 +288,19 @@ def _zero_centred(family: _Family, name: str) -> bool:
 def _scaled(name: str, noise: torch.Tensor, *, centred: bool) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return 0.2 * noise if centred else 1.0 + 0.2 * noise
-    if name.endswith((".bias", "dt_bias", "A_log")):
+    if name.endswith(("bias", "sinks", "A_log")):
         return 0.3 * noise
     if "conv1d" in name:
         return 0.5 * noise
     if "embed_tokens" in name:
         return noise
     gains = {
-        "mlp.gate.weight": 1.0,
+        **dict.fromkeys(_ROUTERS, 1.0),
         "lm_head.weight": 1.0,
         "gate_up_proj": 1.5,
+        "input_linear": 1.5,
         "down_proj": 0.8,
+        "output_linear": 0.8,
         "o_proj": 0.8,
         "out_proj": 0.8,
     }
@@ -257,6 +343,7 @@ def _add_metadata(
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
         writer.add_full_attention_interval(4)
+    family.metadata(writer, hf_config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +369,8 @@ class _Tensor:
             self._from_file(torch.from_numpy(dequantise(data, kind)))
 
     def _stays_f32(self) -> bool:
-        return self.source.ndim == 1 or "ffn_gate_inp" in self.name or "conv1d" in self.name
+        vector = self.source.ndim == 1 or self.name.endswith(".bias")
+        return vector or "ffn_gate_inp" in self.name or "conv1d" in self.name
 
     def _to_file(self) -> torch.Tensor:
         value = self.source if self.rows is None else self.source[self.rows]
@@ -334,18 +422,22 @@ def _tensors(
             yield _Tensor(f"{_TOP[stem]}.{suffix}", value, changed=_change(family, name))
             continue
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        if part == "mlp.experts":
-            yield from _expert_tensors(f"blk.{layer}", suffix, value)
+        if part.endswith(".experts"):
+            for end, tensor in family.experts(suffix, value):
+                yield _Tensor(f"blk.{layer}.{end}", tensor)
             continue
         if part.startswith("linear_attn"):
             tiled = family.architecture == "qwen35moe"
             part = name.rpartition("linear_attn.")[2]
             yield from _delta_net_tensors(f"blk.{layer}", part, config, value, tiled=tiled)
             continue
-        short = family.norm2 if part == "post_attention_layernorm" else _BLOCK[part]
-        rows = _interleaved(heads[short], len(value)) if family.permuted and short in heads else None
-        flat = value[0] if short == "ffn_gate_inp_shexp" else value
-        yield _Tensor(f"blk.{layer}.{short}.{suffix}", flat, rows, changed=_change(family, name))
+        names = {"post_attention_layernorm": family.norm2} | family.names
+        shorts = (names.get(part) or _BLOCK[part]).split()
+        for short, piece in zip(shorts, value.chunk(len(shorts)), strict=True):
+            rows = _interleaved(heads[short], len(piece)) if family.permuted and short in heads else None
+            flat = piece[0] if short == "ffn_gate_inp_shexp" else piece
+            end = "weight" if suffix == "sinks" else suffix
+            yield _Tensor(f"blk.{layer}.{short}.{end}", flat, rows, changed=_change(family, name))
 
 
 def _change(family: _Family, name: str) -> str:
@@ -393,12 +485,3 @@ def _delta_net_tensors(
     else:
         untouched = torch.arange(len(value) - value_rows)
         yield _Tensor(name, value, torch.cat((untouched, len(untouched) + rows)))
-
-
-def _expert_tensors(block: str, parameter: str, value: torch.Tensor) -> Iterator[_Tensor]:
-    if parameter == "down_proj":
-        yield _Tensor(f"{block}.ffn_down_exps.weight", value)
-        return
-    width = value.shape[1] // 2
-    yield _Tensor(f"{block}.ffn_gate_exps.weight", value[:, :width])
-    yield _Tensor(f"{block}.ffn_up_exps.weight", value[:, width:])

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from leanmoe.kernels import linear
+from leanmoe.kernels.attention import attention, joined
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
@@ -19,7 +19,7 @@ _PARALLEL_WORK = 1 << 22
 
 
 class Attention:
-    """`out = W_o softmax(scale q k^T + causal mask) v` for one layer."""
+    """`out = W_o softmax(scale q k^T + causal mask) v` for one layer, over all of the past or a window of it."""
 
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int, workers: Workers
@@ -36,6 +36,7 @@ class Attention:
         self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
         self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
+        self.sinks = trunk.vector(prefix + "attn_sinks.weight", a.heads) if a.sinks else None
         if a.qk_norm is not None:
             whole = a.qk_norm == "full"
             self.q_norm = RMSNorm(
@@ -68,7 +69,7 @@ class Attention:
         mixed = torch.empty_like(q)
         for s in batch.segments:
             keys, values = s.state.kv(self.layer).extend(s.start, k[s.rows], v[s.rows])
-            _attend(q[s.rows], keys, values, a.scale, mixed[s.rows], self.workers)
+            _attend(q[s.rows], keys, values, a, self.sinks, mixed[s.rows], self.workers)
         mixed = mixed.view(-1, a.heads * a.head_dim)
         if a.gated:
             mixed.mul_(gate.sigmoid_())
@@ -79,47 +80,98 @@ def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     workers: Workers,
 ) -> None:
     """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T.
 
-    Key heads, each with the query heads that share it, are divided between threads where there is enough to do.
-    How they are divided does not change the bits.
+    Blocks of queries, and key heads, each with the query heads that share it, are divided between threads where
+    there is enough to do. How they are divided does not change the bits.
     """
     tokens, heads, dim = q.shape
     kv_heads, total, _ = keys.shape
-    q = q.to(keys.dtype).view(tokens, kv_heads, heads // kv_heads, dim)
-    out = out.view(q.shape)
+    share = heads // kv_heads
+    q = q.to(keys.dtype)
 
-    def one_token(part: slice) -> None:
-        # The only query sees every key, so the heads of a group can stand as its queries: no mask.
-        mixed = scaled_dot_product_attention(q[:, part], keys[None, part], values[None, part], scale=scale)
-        out[:, part].copy_(mixed)
-
-    def block(part: slice, begin: int) -> None:
+    def block(begin: int, part: slice, mask: torch.Tensor | None) -> None:
         end = min(begin + QUERY_BLOCK, tokens)
-        seen = total - tokens + end
-        mask = torch.ones(end - begin, seen, dtype=torch.bool, device=q.device).tril(seen - (end - begin))
-        mixed = scaled_dot_product_attention(
-            q[begin:end, part].flatten(1, 2).transpose(0, 1)[None],
-            keys[None, part, :seen],
-            values[None, part, :seen],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=True,
-        )
-        out[begin:end, part].copy_(mixed[0].transpose(0, 1).view(end - begin, -1, *out.shape[2:]))
+        wide = slice(part.start * share, part.stop * share)
+        queries = q[begin:end, wide].transpose(0, 1)
+        found = _over_parts(queries, keys[part], values[part], total - tokens + begin, spec, mask)
+        outs, sums = [part for part, _ in found], [lse for _, lse in found]
+        mixed, _ = joined(outs, sums, None if sinks is None else sinks[wide])
+        out[begin:end, wide].copy_(mixed.transpose(0, 1))
 
-    pieces = min(workers.count, kv_heads) if tokens * total * heads * dim >= _PARALLEL_WORK else 1
+    seen = total if spec.window is None else min(total, spec.window + tokens)
+    pieces = min(workers.count, kv_heads) if tokens * seen * heads * dim >= _PARALLEL_WORK else 1
     parts = [slice(kv_heads * i // pieces, kv_heads * (i + 1) // pieces) for i in range(pieces)]
-    if tokens == 1:
-        workers.run([partial(one_token, part) for part in parts])
-    else:
-        workers.run(
-            [partial(block, part, begin) for begin in range(0, tokens, QUERY_BLOCK) for part in parts]
-        )
+    begins = range(0, tokens, QUERY_BLOCK)
+    masks = _window_masks(
+        [(min(QUERY_BLOCK, tokens - b), total - tokens + b) for b in begins], spec.window, q
+    )
+    workers.run(
+        [
+            partial(block, begin, part, mask)
+            for begin, mask in zip(begins, masks, strict=True)
+            for part in parts
+        ]
+    )
+
+
+def _over_parts(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    spec: AttentionSpec,
+    mask: torch.Tensor | None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of queries [H, n, D] at positions first.. over the keys that they see, in one or two parts.
+
+    Only a window that ends within the past takes a `mask`: nothing here is as large as the past is long.
+    """
+    heads, n, dim = queries.shape
+    end = first + n
+
+    def stacked(past: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        # All queries see all of these keys, so the heads that share a key head can stand as its queries.
+        grouped = queries.reshape(keys.shape[0], -1, dim)
+        out, lse = attention(grouped, keys[:, past], values[:, past], spec.scale)
+        return out.reshape(heads, n, dim), lse.reshape(heads, n)
+
+    if mask is not None:
+        near = slice(end - mask.shape[1], end)
+        return [attention(queries, keys[:, near], values[:, near], spec.scale, mask=mask)]
+    if n == 1:
+        return [stacked(slice(0 if spec.window is None else max(0, end - spec.window), end))]
+    own = attention(queries, keys[:, first:end], values[:, first:end], spec.scale, causal=True)
+    return [stacked(slice(0, first)), own] if first else [own]
+
+
+def _window_masks(
+    blocks: list[tuple[int, int]], window: int | None, like: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """For each block of `n` queries from position `first` on, what is added to its scores; None where nothing is.
+
+    0 for the `window` keys up to each query's own, -inf for the others; the last query ends the keys.
+    """
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    masks: list[torch.Tensor | None] = []
+    for n, first in blocks:
+        if window is None or n == 1 or first + n <= window:
+            masks.append(None)
+            continue
+        size = n, min(first + n, n + window - 1)
+        if size not in made:
+            own = size[1] - n
+            band = torch.ones(size, dtype=torch.bool, device=like.device).tril_(own).triu_(own - window + 1)
+            made[size] = torch.zeros(size, dtype=like.dtype, device=like.device).masked_fill_(
+                ~band, -torch.inf
+            )
+        masks.append(made[size])
+    return masks
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

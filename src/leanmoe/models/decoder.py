@@ -34,12 +34,12 @@ _MIXERS: dict[type, Any] = {AttentionSpec: Attention, DeltaNetSpec: DeltaNet}
 
 
 class Layer:
-    """`h = x + mixer(norm1(x)); y = h + ffn(norm2(h))`."""
+    """`h = x + s mixer(norm1(x)); y = h + s ffn(norm2(h))`, where `s` is the residual scale."""
 
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None, workers: Workers
     ) -> None:
-        prefix = f"blk.{index}."
+        prefix, self.scale = f"blk.{index}.", spec.residual_scale
         self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
         mixer = spec.mixers[index]
         self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index, workers)
@@ -52,8 +52,8 @@ class Layer:
             self.ffn = DenseFFN(trunk, spec.hidden, spec.dense_width, index)
 
     def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        h = x + self.mixer(self.norm1(x), batch, tables)
-        return h + self.ffn(self.norm2(h), batch.phase, h)
+        h = x.add(self.mixer(self.norm1(x), batch, tables), alpha=self.scale)
+        return h.add(self.ffn(self.norm2(h), batch.phase, h), alpha=self.scale)
 
 
 class Decoder:
@@ -99,7 +99,7 @@ class Decoder:
         """
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
-        x = embed(self.embedding, batch.tokens)
+        x = _scaled(embed(self.embedding, batch.tokens), self.spec.embedding_scale)
         tables = RopeTables(batch.positions)
         try:
             for layer, device in zip(self.layers, self.devices, strict=True):
@@ -111,4 +111,9 @@ class Decoder:
         for s in batch.segments:
             s.state.advance(s.rows.stop - s.rows.start)
         wanted = self.norm(x[batch.logit_rows.to(x.device)])
-        return linear(self.output, wanted.to(self.output.data.device)).cpu()
+        logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
+        return _scaled(logits, self.spec.logit_scale)
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1.0 else x.mul_(scale)

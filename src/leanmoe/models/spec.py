@@ -8,8 +8,9 @@ from leanmoe.errors import FormatError
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-# Queries attended at once: bounds the mask to QUERY_BLOCK x context bytes, so that memory is linear in context.
+# Queries attended at once by one thread, and keys whose scores are held at a time.
 QUERY_BLOCK = 256
+_SCORED_KEYS = 1024
 # Tokens that the chunked form of the delta rule takes at once: its work within a block grows with their square.
 DELTA_BLOCK = 64
 
@@ -36,26 +37,28 @@ class Metadata:
             raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted a finite number")
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(f"{self.arch}.{key}", default)
-        if not isinstance(value, bool):
-            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted true or false")
-        return value
-
-    def flags(self, key: str, count: int) -> list[bool] | None:
-        """The first `count` of the truth values at `ARCH.key`; None without the key."""
-        values = self.values.get(f"{self.arch}.{key}")
-        if values is None:
-            return None
-        if not hasattr(values, "__len__") or isinstance(values, str | bytes) or len(values) < count:
-            raise FormatError(f"{self.source}: {self.arch}.{key} has no value for each of {count} layers")
-        return [bool(value) for value in values[:count]]
-
     def text(self, key: str, default: str) -> str:
         value = self.values.get(f"{self.arch}.{key}", default)
         if not isinstance(value, str):
             raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted text")
         return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._single(key, default)
+        if not isinstance(value, bool):
+            raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted true or false")
+        return value
+
+    def flags(self, key: str, count: int) -> list[bool] | None:
+        """The array of `count` truth values, one for each layer; None if the key is missing or no array."""
+        value = self.values.get(f"{self.arch}.{key}")
+        if value is None or not hasattr(value, "__len__"):
+            return None
+        if len(value) < count or any(flag not in (False, True) for flag in value):
+            raise FormatError(
+                f"{self.source}: {self.arch}.{key} is {value!r}; wanted {count} times true or false"
+            )
+        return [bool(flag) for flag in value[:count]]
 
     def _single(self, key: str, default: Any) -> Any:
         value = self.values.get(f"{self.arch}.{key}", default)
@@ -120,6 +123,8 @@ class AttentionSpec:
 
     `qk_norm`: RMSNorm of q and k before rope, per "head", over the "full" projection, or None. With `gated`,
     `attn_q` gives each head its query and then a gate of the same size, whose sigmoid scales what the head saw.
+    A query sees the last `window` keys, its own included. With `sinks`, each head has a score that only takes its
+    share of the softmax.
     """
 
     heads: int
@@ -129,16 +134,21 @@ class AttentionSpec:
     scale: float
     qk_norm: Literal["head", "full"] | None = None
     gated: bool = False
+    window: int | None = None
+    sinks: bool = False
 
     def state_bytes(self, context: int, element_bytes: int) -> int:
         return context * 2 * self.kv_heads * self.head_dim * element_bytes
 
     def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
-        # Each thread attends for one block of queries and some of the heads, under a mask of its own.
-        attending = min(threads, -(-chunk // QUERY_BLOCK) * min(threads, self.kv_heads))
-        masks = attending * 5 * min(chunk, QUERY_BLOCK) * context
-        heads = self.heads * (3 if self.gated else 1) + 2 * self.kv_heads
-        return 4 * chunk * heads * self.head_dim + masks
+        # Projections, rotated and rounded; results by part and joined; each thread's scores; a mask for all.
+        queries = self.heads * (3 if self.gated else 1)
+        projections = 12 * chunk * (queries + 2 * self.kv_heads) * self.head_dim
+        results = 16 * chunk * self.heads * self.head_dim
+        blocks = -(-chunk // QUERY_BLOCK)
+        scores = min(threads, blocks * self.kv_heads) * 12 * QUERY_BLOCK * _SCORED_KEYS
+        mask = 0 if self.window is None else 8 * QUERY_BLOCK * (QUERY_BLOCK + min(self.window, context))
+        return projections + results + scores + mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +211,8 @@ class RouterSpec:
 class ModelSpec:
     """One model's shape. `mixers[i]` is layer i's; `router` is None for a dense model.
 
-    `norm2` names the norm before the FFN.
+    `norm2` names the norm before the FFN. The scales multiply the embeddings, what each half of a layer adds to
+    the residual stream, and the logits.
     """
 
     architecture: str
@@ -218,6 +229,9 @@ class ModelSpec:
     moe_layers: frozenset[int] = frozenset()
     norm2: str = "ffn_norm"
     activation: str = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def layers(self) -> int:

@@ -1,7 +1,7 @@
 """What the architectures of the Llama line share: keys and names. Source: GGUF key and tensor name conventions."""
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from leanmoe.convert.block import Block, Named
 from leanmoe.convert.config import Config
@@ -88,13 +88,39 @@ def rope_metadata(config: Config, size: int) -> dict[str, Value]:
 
 
 def yarn_metadata(config: Config, rope: Config) -> dict[str, Value]:
-    """YaRN's keys."""
-    original: dict[str, Any] = {}
-    if rope.has("original_max_position_embeddings"):
-        original["rope.scaling.original_context_length"] = rope.integer("original_max_position_embeddings")
-    else:
-        original["rope.scaling.original_context_length"] = config.integer("max_position_embeddings")
-    return {"rope.scaling.type": "yarn", "rope.scaling.factor": rope.number("factor"), **original}
+    """YaRN's keys. Those for its bounds are written where they are not what every reader takes them for."""
+    factor = rope.number("factor")
+    original = (
+        rope.integer("original_max_position_embeddings")
+        if rope.has("original_max_position_embeddings")
+        else config.integer("max_position_embeddings")
+    )
+    keys: dict[str, Value] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": original,
+    }
+    for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+        if rope.has(name) and rope.number(name) != usual:
+            keys[f"rope.scaling.yarn_{name}"] = rope.number(name)
+    if not rope.flag("truncate", default=True):
+        keys["rope.scaling.yarn_whole_pairs"] = False  # lean's own key
+    if rope.has("attention_factor"):
+        # Readers multiply this by YaRN's own magnitude.
+        keys["rope.scaling.attn_factor"] = rope.number("attention_factor") / (1 + 0.1 * math.log(factor))
+    return keys
+
+
+def sliding_metadata(config: Config) -> dict[str, Value]:
+    """The size of the window, and which layers have one."""
+    keys: dict[str, Value] = {"attention.sliding_window": config.integer("sliding_window")}
+    kinds = config.values.get("layer_types")
+    if kinds is not None:
+        known = {"sliding_attention": True, "full_attention": False}
+        if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
+            raise config.error(f"layer_types is {str(kinds)[:80]}; a list of {', '.join(known)} was wanted")
+        keys["attention.sliding_window_pattern"] = [known[kind] for kind in kinds]
+    return keys
 
 
 def expert_metadata(config: Config) -> dict[str, Value]:

@@ -88,8 +88,9 @@ def read_attention(
     qk_norm: Literal["head", "full"] | None = None,
     *,
     gated: bool = False,
+    whole_pairs: bool = True,
 ) -> AttentionSpec:
-    """Head counts and sizes; head size defaults to hidden / heads."""
+    """Head counts and sizes; head size defaults to hidden / heads. `whole_pairs` as for `read_rope`."""
     heads = meta.integer("attention.head_count", low=1, high=4096)
     kv_heads = meta.integer("attention.head_count_kv", heads, low=1, high=heads)
     if heads % kv_heads:
@@ -102,7 +103,17 @@ def read_attention(
     if value_dim != head_dim:
         raise UnsupportedError(f"{meta.source}: value heads of {value_dim} beside key heads of {head_dim}")
     scale = meta.number("attention.scale", 0.0) or head_dim**-0.5
-    return AttentionSpec(heads, kv_heads, head_dim, read_rope(meta, style, head_dim), scale, qk_norm, gated)
+    rope = read_rope(meta, style, head_dim, whole_pairs=whole_pairs)
+    return AttentionSpec(heads, kv_heads, head_dim, rope, scale, qk_norm, gated)
+
+
+def read_sliding(meta: Metadata, layers: int, period: int) -> list[bool]:
+    """Which layers see a window of the past: the file says so for each, or the last of each `period` does not."""
+    flags = meta.flags("attention.sliding_window_pattern", layers)
+    if flags is not None:
+        return flags
+    period = meta.integer("attention.sliding_window_pattern", period)
+    return [period == 0 or n % period < period - 1 for n in range(layers)]
 
 
 def read_router(
