@@ -1,5 +1,6 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
+#include "delta.h"
 #include "encode.h"
 #include "x86.h"
 
@@ -341,6 +342,8 @@ constexpr Kernel KERNELS[] = {
     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, WIDE, IQ4_XS>},
 };
 
+using DeltaVector = float __attribute__((vector_size(32)));
+
 constexpr KernelTable TABLE = {
     "avx2",
     {copy_floats<ACT_F32>, copy_floats<ACT_F16>, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<0>,
@@ -350,6 +353,7 @@ constexpr KernelTable TABLE = {
     glu,
     ENCODERS,
     ENCODER_COUNT,
+    delta<DeltaVector, 4>,
 };
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The unit for AVX-512 with VNNI. A group of 256 weights is unpacked into registers once and multiplied with up
 // to TILE tokens, so decoding and prefill run the same additions in the same order.
+#include "delta.h"
 #include "encode.h"
 #include "x86.h"
 
@@ -486,6 +487,8 @@ constexpr Kernel KERNELS[] = {
     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, IQ4_XS>},
 };
 
+using DeltaVector = float __attribute__((vector_size(64)));
+
 constexpr KernelTable TABLE = {
     "avx512",
     {copy_floats<ACT_F32>, copy_f16, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<BIAS>,
@@ -495,6 +498,7 @@ constexpr KernelTable TABLE = {
     glu,
     ENCODERS,
     ENCODER_COUNT,
+    delta<DeltaVector, 2>,
 };
 
 }  // namespace

@@ -359,4 +359,14 @@ bool Engine::encode(const float* x, const Format& format, int64_t rows, int64_t 
     return good;
 }
 
+void Engine::delta_rule(const DeltaCall& call) {
+    std::lock_guard lock(mutex_);
+    const DeltaFn delta = table().delta;
+    const int64_t pieces = (call.value_dim + DELTA_COLUMNS - 1) / DELTA_COLUMNS;
+    pool_->parallel_for(call.heads * pieces, [&](int64_t i) {
+        const int64_t first = i % pieces * DELTA_COLUMNS;
+        delta(call, i / pieces, first, std::min(DELTA_COLUMNS, call.value_dim - first));
+    });
+}
+
 }  // namespace lean

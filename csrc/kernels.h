@@ -78,6 +78,20 @@ struct Encoder {
     EncodeFn encode;
 };
 
+// Tokens of one sequence for a gated delta net, with the memories that they read and write.
+struct DeltaCall {
+    float* memory;      // [heads, key_dim, value_dim]
+    const float *q, *k;  // [tokens, key_heads, key_dim]
+    const float* v;     // [tokens, heads, value_dim]
+    const float *beta, *keep;  // [tokens, heads]: share that is written anew; share of the memory that stays
+    float* out;         // [tokens, heads, value_dim]
+    int64_t tokens, key_heads, heads, key_dim, value_dim;
+    bool grouped;  // head h reads key head h / (heads / key_heads); else h % key_heads
+};
+constexpr int64_t DELTA_COLUMNS = 32;  // of a memory, for one task: they stay in the first cache
+
+using DeltaFn = void (*)(const DeltaCall& call, int64_t head, int64_t first, int64_t columns);
+
 struct KernelTable {
     const char* name;
     QuantizeFn quantize[ACT_COUNT];
@@ -86,6 +100,7 @@ struct KernelTable {
     GluFn glu;
     const Encoder* encoders;
     int32_t encoder_count;
+    DeltaFn delta;
 };
 
 const KernelTable& portable_table();

@@ -126,6 +126,17 @@ void glu(int kind, float limit, float alpha, uintptr_t gate, uintptr_t up, int64
     Engine::get().table().glu(activation(kind, limit, alpha), pointer<float>(gate), pointer<const float>(up), n);
 }
 
+void delta_rule(uintptr_t memory, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t beta, uintptr_t keep, uintptr_t out,
+                int64_t tokens, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim, bool grouped) {
+    if (tokens < 1 || key_heads < 1 || heads < 1 || heads % key_heads != 0 || key_dim < 1 || value_dim < 1)
+        throw std::invalid_argument("these are not the sizes of a delta net");
+    const DeltaCall call = {pointer<float>(memory), pointer<const float>(q),    pointer<const float>(k),
+                            pointer<const float>(v), pointer<const float>(beta), pointer<const float>(keep),
+                            pointer<float>(out),     tokens,  key_heads, heads, key_dim, value_dim, grouped};
+    nb::gil_scoped_release released;
+    Engine::get().delta_rule(call);
+}
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> names;
     for (const KernelTable* table : available_tables()) names.push_back(table->name);
@@ -156,6 +167,7 @@ NB_MODULE(_cpu, m) {
         return types;
     });
     m.def("glu", &glu);
+    m.def("delta_rule", &delta_rule);
     m.def("product_types", [] {
         std::vector<int32_t> types;
         for (int32_t i = 0; i < portable_table().kernel_count; ++i)

@@ -1,4 +1,5 @@
 // The unit for any processor: blocks are unpacked to bytes once and multiplied with each token's.
+#include "delta.h"
 #include "encode.h"
 #include "quantize.h"
 
@@ -104,6 +105,8 @@ constexpr Kernel KERNELS[] = {
     {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<IQ4_XS>},
 };
 
+using DeltaVector = float __attribute__((vector_size(16)));
+
 constexpr KernelTable TABLE = {
     "portable",
     {copy_floats<ACT_F32>, copy_floats<ACT_F16>, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<0>,
@@ -113,6 +116,7 @@ constexpr KernelTable TABLE = {
     glu,
     ENCODERS,
     ENCODER_COUNT,
+    delta<DeltaVector, 4>,
 };
 
 }  // namespace

@@ -6,7 +6,7 @@ All tensors are contiguous, activations and results float32. A call that does no
 import torch
 
 from leanmoe.formats.quant_types import QuantType
-from leanmoe.kernels import cpu, torch_reference
+from leanmoe.kernels import cpu, torch_delta, torch_reference
 from leanmoe.kernels.cpu import (
     available_isas,
     compiled_isas,
@@ -27,6 +27,7 @@ __all__ = [
     "Weight",
     "available_isas",
     "compiled_isas",
+    "delta_rule",
     "dequantize",
     "embed",
     "get_num_threads",
@@ -57,6 +58,29 @@ def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> 
     if data.device.type == "cpu":
         return cpu.dequantize(data, qtype, shape)
     return torch_reference.dequantize(data, qtype, shape)
+
+
+def delta_rule(
+    memory: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    grouped: bool,
+) -> None:
+    """The gated delta rule over T tokens of one sequence, for each head with its memory S [key_dim, value_dim]:
+
+    `S <- e^decay S; d = beta (v - S^T k); S <- S + k d^T; out = S^T q` (Yang, Kautz and Hatamizadeh 2024).
+
+    memory [heads, key_dim, value_dim] is updated; q, k [T, key_heads, key_dim]; v, out [T, heads, value_dim];
+    beta, decay [T, heads], decay at most 0; all float32. Head h reads key head h // (heads / key_heads) if
+    `grouped`, else h % key_heads. On the CPU the bits do not depend on how tokens are divided between calls.
+    """
+    run = cpu.delta_rule if memory.device.type == "cpu" else torch_delta.delta_rule
+    run(memory, q, k, v, beta, decay, out, grouped=grouped)
 
 
 def moe_ffn(

@@ -125,3 +125,31 @@ def check_batch(
                 f"a slot must be {size} contiguous uint8 on {device}, "
                 f"not {slot.numel()} {slot.dtype} on {slot.device}"
             )
+
+
+def check_delta(
+    memory: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The tensors of a delta rule must fit each other; the key heads must divide the heads."""
+    check_tensor("memory", memory, torch.float32, 3, memory.device)
+    check_tensor("q", q, torch.float32, 3, memory.device)
+    heads, key_dim, value_dim = memory.shape
+    tokens, key_heads, _ = q.shape
+    if tokens < 1 or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"{tokens} tokens with {key_heads} key heads for {heads} memories do not make a delta rule"
+        )
+    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
+    wanted = {"q": (q, (tokens, key_heads, key_dim)), "k": (k, (tokens, key_heads, key_dim))}
+    wanted |= {"v": (v, (tokens, heads, value_dim)), "out": (out, (tokens, heads, value_dim))}
+    wanted |= {"beta": (beta, (tokens, heads)), "decay": (decay, (tokens, heads))}
+    for name, (tensor, shape) in wanted.items():
+        check_tensor(name, tensor, torch.float32, len(shape), memory.device)
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; beside the others {shape} was wanted")

@@ -16,6 +16,7 @@ from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
     check_batch,
     check_bytes,
+    check_delta,
     check_embed,
     check_indices,
     check_layout,
@@ -200,6 +201,37 @@ def _expert_product(layout: ExpertLayout, slot: torch.Tensor, name: str, x: torc
 
 def _section_bytes(slot: torch.Tensor, section: Section) -> torch.Tensor:
     return slot[section.offset : section.offset + section.nbytes]
+
+
+def delta_rule(
+    memory: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    grouped: bool,
+) -> None:
+    """As `kernels.delta_rule`, one token after the other. Raises `ValueError` for tensors that do not fit."""
+    check_delta(memory, q, k, v, beta, decay, out)
+    keep, (heads, key_dim, value_dim) = decay.exp(), memory.shape
+    _cpu.delta_rule(
+        memory.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        beta.data_ptr(),
+        keep.data_ptr(),
+        out.data_ptr(),
+        q.shape[0],
+        q.shape[1],
+        heads,
+        key_dim,
+        value_dim,
+        grouped,
+    )
 
 
 def set_num_threads(n: int) -> None:

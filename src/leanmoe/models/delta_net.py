@@ -1,27 +1,19 @@
 """Gated delta net: attention's place taken by a memory of fixed size, which decays and corrects itself.
 
-Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024). Per value head, with state S [key_dim, value_dim]:
-`S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q`, for one token after the other. Several tokens are
-taken at once in its chunked form: what each writes, `d`, solves a triangular system.
+Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024); the rule itself is `kernels.delta_rule`.
 """
-
-from functools import partial
-from itertools import pairwise
 
 import torch
 from torch.nn.functional import silu, softplus
 
-from leanmoe.kernels import linear
+from leanmoe.kernels import delta_rule, linear
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
-from leanmoe.models.spec import DELTA_BLOCK, DeltaNetSpec, ModelSpec
+from leanmoe.models.spec import DeltaNetSpec, ModelSpec
 from leanmoe.models.state import RecurrentState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers
-
-# Numbers of state times tokens below which handing heads to other threads costs more than it gives.
-_PARALLEL_WORK = 1 << 18
 
 
 class DeltaNet:
@@ -31,7 +23,7 @@ class DeltaNet:
         self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int, workers: Workers
     ) -> None:
         m, prefix = mixer, f"blk.{layer}."
-        self.spec, self.layer, self.workers, self.eps = m, layer, workers, spec.eps
+        self.spec, self.layer, self.eps = m, layer, spec.eps
         values = m.value_heads * m.value_dim
         self.fused = trunk.has(prefix + "ssm_in.weight")
         if self.fused:
@@ -103,25 +95,14 @@ class DeltaNet:
         out: torch.Tensor,
     ) -> None:
         """Takes T tokens of one sequence: qkv [T, channels], beta, decay [T, heads] -> out [T, heads, value_dim]."""
-        m, tokens = self.spec, len(qkv)
-        keys = m.key_heads * m.key_dim
-        q, k, v = torch.split(self._convolved(qkv, state), [keys, keys, m.value_heads * m.value_dim], dim=-1)
-        q, k = (self._for_value_heads(self._unit(t.view(tokens, m.key_heads, m.key_dim))) for t in (q, k))
-        q, v = q.mul_(m.key_dim**-0.5), v.view(tokens, m.value_heads, m.value_dim).transpose(0, 1)
-        beta, decay, out = beta.t(), decay.t(), out.transpose(0, 1)
-
-        def heads(part: slice) -> None:
-            if tokens == 1:
-                _step(state.memory[part], q[part], k[part], v[part], beta[part], decay[part], out[part])
-                return
-            for begin in range(0, tokens, DELTA_BLOCK):
-                at = (part, slice(begin, begin + DELTA_BLOCK))
-                _block(state.memory[part], q[at], k[at], v[at], beta[at], decay[at], out[at])
-
-        work = state.memory.numel() * tokens
-        pieces = min(self.workers.count, m.value_heads) if work >= _PARALLEL_WORK else 1
-        ends = [m.value_heads * i // pieces for i in range(pieces + 1)]
-        self.workers.run([partial(heads, slice(a, b)) for a, b in pairwise(ends)])
+        m, keys = self.spec, self.spec.key_heads * self.spec.key_dim
+        mixed = self._convolved(qkv, state)
+        q, k = (
+            self._unit(part.view(len(qkv), m.key_heads, m.key_dim))
+            for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+        )
+        v = mixed[:, 2 * keys :].contiguous().view(out.shape)
+        delta_rule(state.memory, q.mul_(m.key_dim**-0.5), k, v, beta, decay, out, grouped=m.grouped)
 
     def _convolved(self, qkv: torch.Tensor, state: RecurrentState) -> torch.Tensor:
         """silu of the causal convolution of each channel, [T, channels]; keeps the last inputs for the next call."""
@@ -134,56 +115,3 @@ class DeltaNet:
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         return x * x.square().sum(-1, keepdim=True).add_(self.eps).rsqrt_()
-
-    def _for_value_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, key_heads, key_dim] -> [value_heads, T, key_dim]: what each value head reads."""
-        repeats = self.spec.value_heads // self.spec.key_heads
-        x = x.transpose(0, 1)
-        return x.repeat_interleave(repeats, dim=0) if self.spec.grouped else x.repeat(repeats, 1, 1)
-
-
-def _step(
-    memory: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    decay: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """One token. Shapes as in `_block` with C = 1."""
-    keep = decay[..., None].exp()  # [heads, 1, 1]
-    # What q and k find, in one reading of the memory: the new one gives q what the old did, plus what is written.
-    found = torch.bmm(torch.cat((q, k), dim=1), memory).mul_(keep)  # [heads, 2, value_dim]
-    written = (v - found[:, 1:]).mul_(beta[..., None])
-    torch.add(found[:, :1], (q * k).sum(-1, keepdim=True) * written, out=out)
-    memory.mul_(keep).addcmul_(k.transpose(1, 2), written)
-
-
-def _block(
-    memory: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    decay: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """C consecutive tokens at once.
-
-    memory [heads, key_dim, value_dim] is updated; q (scaled), k [heads, C, key_dim]; v, out [heads, C, value_dim];
-    beta, decay (the logarithm) [heads, C].
-    """
-    since = decay.cumsum(-1)[..., None]  # log of what is left at t of the memory before the block
-    between = (
-        (since - since.transpose(1, 2)).clamp_(max=0).exp_()
-    )  # [heads, t, s]: left at t of a write at s <= t
-    keep = since.exp()
-    beta = beta[..., None]
-    system = torch.bmm(k, k.transpose(1, 2)).mul_(between).mul_(beta)
-    wanted = torch.baddbmm(v, k * keep, memory, alpha=-1).mul_(beta)
-    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    seen = torch.bmm(q, k.transpose(1, 2)).mul_(between).tril_()
-    out.copy_(torch.bmm(q * keep, memory).baddbmm_(seen, written))
-    left = between[:, -1, :, None]  # of each write at the end of the block
-    memory.mul_(keep[:, -1:]).baddbmm_((k * left).transpose(1, 2), written)

@@ -11,8 +11,8 @@ MAX_EXPERTS = 1024
 # Queries attended at once by one thread, and keys whose scores are held at a time.
 QUERY_BLOCK = 256
 _SCORED_KEYS = 1024
-# Tokens that the chunked form of the delta rule takes at once: its work within a block grows with their square.
-DELTA_BLOCK = 64
+# Tokens that a GPU takes at once of the delta rule (`kernels.torch_delta`).
+_DELTA_BLOCK = 64
 
 
 class Metadata:
@@ -178,7 +178,7 @@ class DeltaNetSpec:
 
     def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
         per_token = 4 * self.channels + self.value_heads * (2 * self.key_dim + 4 * self.value_dim)
-        block = min(chunk, DELTA_BLOCK)
+        block = min(chunk, _DELTA_BLOCK)
         per_block = self.value_heads * block * (3 * block + 2 * self.key_dim + 3 * self.value_dim)
         memory = self.value_heads * self.key_dim * self.value_dim
         return 4 * (chunk * per_token + per_block + memory)
