@@ -19,7 +19,7 @@ class StatusLine:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
+        self._terminal = self._stream.isatty() and os.get_terminal_size(self._stream.fileno()).lines > 2
         self._next = 0.0
         self._rows = self._columns = 0
 
