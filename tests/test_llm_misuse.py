@@ -115,9 +115,7 @@ def test_values_of_a_wrong_type_are_refused(
         llm.generate(prompt, **{"max_tokens": 2, **options})
 
 
-@pytest.mark.parametrize(
-    "settings", [{"context": 3.5}, {"threads": "4"}, {"readers": None}, {"devices": [3]}]
-)
+@pytest.mark.parametrize("settings", [{"context": 3.5}, {"threads": "4"}, {"readers": "4"}, {"devices": [3]}])
 def test_settings_of_a_wrong_type_are_refused(path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings)).removesuffix("s")):
         LLM(path, **settings)

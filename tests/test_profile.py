@@ -94,7 +94,7 @@ def test_a_damaged_profile_is_refused_with_its_name(tmp_path_factory, data):
         (ModelIdentity("test", 2, dict.fromkeys(SIZES, 16), IDENTITY.fingerprint), "experts"),
         (ModelIdentity("test", 2, IDENTITY.experts, (1.0, -1.0, 0.5)), "router weights"),
         (ModelIdentity("test", 2, IDENTITY.experts, (0.0, 0.0, 0.0)), "router weights"),
-        (ModelIdentity("test", 2, IDENTITY.experts, ()), "fingerprint"),
+        (ModelIdentity("test", 2, IDENTITY.experts, (1.0, -2.0)), "fingerprint"),
     ],
 )
 def test_another_models_profile_is_refused_by_what_differs(tmp_path, other, words):

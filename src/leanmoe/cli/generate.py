@@ -2,15 +2,18 @@
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from rich.table import Table
 
+from leanmoe.cli.live import StatusLine
 from leanmoe.engine.answer import Completion, Stream
 from leanmoe.engine.llm import LLM
 from leanmoe.engine.memory import peak_bytes
+from leanmoe.experts.stats import CacheStats
 from leanmoe.units import format_bytes
 
 
@@ -30,17 +33,38 @@ def interruptible(stream: Stream) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show(stream: Stream, *, silent: bool = False) -> Completion:
-    """Prints the answer's pieces as they come, unless `silent`; returns the whole."""
-    with interruptible(stream):
+def show(llm: LLM, stream: Stream, *, silent: bool = False, live: bool = False) -> Completion:
+    """Prints the answer's pieces as they come, unless `silent`; returns the whole. `live`: with a line of figures."""
+    with interruptible(stream), StatusLine() if live else nullcontext() as line:
+        before, prompted = llm.stats, time.perf_counter()
         for piece in stream:
+            if stream.tokens == 1:
+                before, prompted = llm.stats, time.perf_counter()
             if not silent:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+            if line is not None and line.due:
+                line.update(_so_far(llm, llm.stats - before, stream.tokens, time.perf_counter() - prompted))
     if not silent:
         print(flush=True)
     assert stream.completion is not None
     return stream.completion
+
+
+def _so_far(llm: LLM, done: CacheStats, tokens: int, seconds: float) -> str:
+    parts = [f"{tokens} tokens"]
+    if tokens > 1:
+        parts.append(f"{(tokens - 1) / seconds:.1f} tokens/s")
+        if llm.spec.router is not None:
+            parts.append(f"hit rate {done.hit_rate:.1%}")
+            parts.append(f"read {format_bytes((done.read_bytes - done.warm_bytes) // (tokens - 1))} a token")
+            parts.append(f"waited {done.stall_seconds:.1f} s")
+        if llm.config.prefetch != "off":
+            ahead = done.prefetch
+            parts.append(
+                f"ahead {ahead.useful} useful, {ahead.late} late, {ahead.wasted} wasted, {ahead.dropped} dropped"
+            )
+    return " | ".join(parts)
 
 
 def table(llm: LLM, done: Completion) -> Table:

@@ -8,11 +8,14 @@ import typer
 
 from leanmoe import __version__
 from leanmoe.cli.chat import chat
+from leanmoe.cli.heat_map import heat_map
 from leanmoe.cli.pack_commands import info, pack, verify
 from leanmoe.cli.plan import plan
+from leanmoe.cli.routing import profile, trace
 from leanmoe.cli.run import run
 from leanmoe.cli.simulate import simulate
 from leanmoe.cli.trace_commands import export_trace, import_trace
+from leanmoe.cli.tune import tune
 from leanmoe.errors import LeanError, UsageError
 
 app = typer.Typer(
@@ -44,8 +47,22 @@ def root(
     )
 
 
-for command in (pack, info, verify, plan, run, chat, simulate, import_trace, export_trace):
+for command in (
+    pack,
+    info,
+    verify,
+    plan,
+    run,
+    chat,
+    profile,
+    trace,
+    tune,
+    simulate,
+    import_trace,
+    export_trace,
+):
     app.command()(command)
+app.command("map")(heat_map)
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
 """Options that several commands share, so that a flag has one name, one meaning and one help text."""
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from leanmoe.engine.config import EngineConfig
+from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
 from leanmoe.experts.policy import POLICIES
 from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch
 from leanmoe.units import parse_bytes
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one machine-readable record instead.")]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -34,12 +37,21 @@ Chunk = Annotated[
     int | None, typer.Option(help="Prompt tokens computed at once. [default: fitted to the budget]")
 ]
 Threads = Annotated[int | None, typer.Option("--threads", "-t", help="Compute threads. [default: all cores]")]
-Readers = Annotated[int, typer.Option(help="Threads that read expert files.")]
+Readers = Annotated[
+    int | None, typer.Option(help="Threads that read expert files. [default: as tuned, else 4]")
+]
 VerifyMode = Annotated[Verify, typer.Option("--verify", help="When an expert file's digest is checked.")]
 PrefetchMode = Annotated[
-    Prefetch,
+    Prefetch | None,
     typer.Option(
-        "--prefetch", help="Read experts before they are asked for: auto where it makes tokens faster."
+        "--prefetch",
+        help="Read experts before they are asked for: auto where it makes tokens faster. [default: as tuned, else off]",
+    ),
+]
+PrefetchLevel = Annotated[
+    int | None,
+    typer.Option(
+        help="With --prefetch on: 1 reads one expert while the disk is idle, n reads n - 1 at any time. [default: 3]"
     ),
 ]
 PredictorName = Annotated[
@@ -49,8 +61,19 @@ PredictorName = Annotated[
     ),
 ]
 PolicyName = Annotated[
-    str,
-    typer.Option("--policy", help=f"Which expert leaves when a slot is needed: auto, {', '.join(POLICIES)}."),
+    str | None,
+    typer.Option(
+        "--policy",
+        help=f"Which expert leaves when a slot is needed: auto, {', '.join(POLICIES)}. [default: as tuned, else auto]",
+    ),
+]
+Warm = Annotated[
+    float,
+    typer.Option(help="Seconds for which the profile's hottest experts are read at the start; 0 is off."),
+]
+Learn = Annotated[
+    bool,
+    typer.Option("--learn/--no-learn", help="Add the routing to the pack's profile at the end."),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", "--temp", help="0 takes the most likely token.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
@@ -66,35 +89,81 @@ MaxTokens = Annotated[
 ]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
+Command = Callable[..., None]
 
-def engine_config(
-    memory: str | None,
-    cache: str | None,
-    vram: str | None,
-    devices: list[str] | None,
-    context: int | None,
-    kv_type: str,
-    chunk: int | None,
-    threads: int | None = None,
-    readers: int = 4,
-    verify: Verify = "first",
-    policy: str = "auto",
-    prefetch: Prefetch = "off",
-    predictor: Predictor = "gate",
-) -> EngineConfig:
-    """The flags as one checked object."""
-    return EngineConfig(
-        memory=None if memory is None else parse_bytes(memory),
-        cache=None if cache is None else parse_bytes(cache),
-        vram=None if vram is None else parse_bytes(vram),
-        devices=tuple(devices) if devices else ("cpu",),
-        context=context,
-        kv_type=kv_type,
-        chunk=chunk,
-        threads=threads,
-        readers=readers,
-        verify=verify,
-        policy=policy,
-        prefetch=prefetch,
-        predictor=predictor,
-    )
+
+def _memory(
+    memory: Memory = None,
+    cache: Cache = None,
+    vram: Vram = None,
+    device: DeviceNames = None,
+    context: Context = None,
+    kv_type: KvType = "f16",
+    chunk: Chunk = None,
+    threads: Threads = None,
+) -> dict[str, Any]:
+    return {
+        "memory": None if memory is None else parse_bytes(memory),
+        "cache": None if cache is None else parse_bytes(cache),
+        "vram": None if vram is None else parse_bytes(vram),
+        "devices": tuple(device) if device else ("cpu",),
+        "context": context,
+        "kv_type": kv_type,
+        "chunk": chunk,
+        "threads": threads,
+    }
+
+
+def _experts(
+    readers: Readers = None,
+    verify: VerifyMode = "first",
+    policy: PolicyName = None,
+    prefetch: PrefetchMode = None,
+    prefetch_level: PrefetchLevel = None,
+    predictor: PredictorName = "gate",
+    warm: Warm = DEFAULT_WARM_SECONDS,
+    learn: Learn = True,
+) -> dict[str, Any]:
+    return dict(locals())
+
+
+def _sampling(
+    temperature: Temperature = 0.8,
+    top_k: TopK = 40,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.05,
+    repeat_penalty: RepeatPenalty = 1.0,
+    seed: Seed = None,
+) -> dict[str, Any]:
+    return dict(locals())
+
+
+def _flags(
+    parameter: str, make: Callable[..., Any], *groups: Callable[..., dict[str, Any]]
+) -> Callable[[Command], Command]:
+    """A decorator: a command gets the flags of `groups` in place of its `parameter`, which `make` makes of them."""
+    flags = [flag for group in groups for flag in inspect.signature(group).parameters.values()]
+
+    def decorate(command: Command) -> Command:
+        def with_flags(**given: Any) -> None:
+            values: dict[str, Any] = {}
+            for group in groups:
+                values |= group(**{name: given.pop(name) for name in inspect.signature(group).parameters})
+            command(**given, **{parameter: make(**values)})
+
+        own = [flag for flag in inspect.signature(command).parameters.values() if flag.name != parameter]
+        merged = [flag.replace(kind=flag.KEYWORD_ONLY) for flag in (*own, *flags)]
+        with_flags.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {flag.name: flag.annotation for flag in merged}
+        with_flags.__name__, with_flags.__doc__ = command.__name__, command.__doc__
+        return with_flags
+
+    return decorate
+
+
+memory_flags = _flags("config", EngineConfig, _memory)
+"""Gives a command the flags that say which memory and devices there are, as its `config`."""
+engine_flags = _flags("config", EngineConfig, _memory, _experts)
+"""Gives a command all flags of the engine, as its `config`."""
+sampling_flags = _flags("sampling", dict, _sampling)
+"""Gives a command the flags of sampling, as its `sampling`."""

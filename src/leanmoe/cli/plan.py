@@ -1,6 +1,7 @@
 """`lean plan`: where every byte of a budget would go, from headers alone."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,43 +9,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from leanmoe.cli.options import (
-    Cache,
-    Chunk,
-    Context,
-    DeviceNames,
-    KvType,
-    Memory,
-    Threads,
-    Vram,
-    engine_config,
-)
+from leanmoe.cli import options as opt
+from leanmoe.engine.config import Choice, EngineConfig
+from leanmoe.engine.estimate import Estimate, estimate, pack_trace
 from leanmoe.engine.memory import default_budget
 from leanmoe.engine.plan import MemoryPlan, expected_base, plan_memory
+from leanmoe.engine.tuning import find_choice, find_tuned
 from leanmoe.errors import UsageError
 from leanmoe.experts.slots import SlotPlan
-from leanmoe.formats.gguf import read_gguf
+from leanmoe.formats.gguf import GGUFFile, read_gguf
 from leanmoe.models.registry import model_spec
+from leanmoe.models.spec import ModelSpec
 from leanmoe.pack import expert_layouts, open_pack
 from leanmoe.units import format_bytes
 
 
+@opt.memory_flags
 def plan(
     model: Annotated[
         Path, typer.Argument(metavar="PACK_OR_GGUF", help="A .lmpack directory or a GGUF file.")
     ],
-    memory: Memory = None,
-    cache: Cache = None,
-    vram: Vram = None,
-    device: DeviceNames = None,
-    context: Context = None,
-    kv_type: KvType = "f16",
-    chunk: Chunk = None,
-    threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One machine-readable record.")] = False,
+    config: EngineConfig,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Show where every byte of a memory budget goes. Reads headers only."""
-    config = engine_config(memory, cache, vram, device, context, kv_type, chunk, threads)
+    """Show where every byte of a memory budget goes, and how fast that will be. Reads headers only."""
     if config.devices[0] != "cpu" and config.vram is None:
         raise UsageError("say how much the GPU has with --vram: a plan asks no device")
     if model.is_dir():
@@ -63,10 +51,49 @@ def plan(
         base=expected_base(spec),
         vram=(config.vram or 0,) * len(config.devices) if config.devices[0] != "cpu" else (),
     )
+    speed = _estimate(model, spec, gguf, made)
     if as_json:
-        print(json.dumps(_record(made)))
+        print(json.dumps(_record(made) | {"estimate": None if speed is None else _speed_record(speed)}))
     else:
         _show(made, model)
+        if speed is not None:
+            _show_speed(speed)
+
+
+def _estimate(model: Path, spec: ModelSpec, gguf: GGUFFile, made: MemoryPlan) -> Estimate | None:
+    """What a token will take; None for a model without experts, and for a GPU that was never measured."""
+    slots = [d.slots for d in made.devices if d.slots is not None]
+    tuned = find_tuned(model) if model.is_dir() else None
+    if not slots or spec.router is None or (made.devices[0].device != "cpu" and tuned is None):
+        return None
+    embedding = gguf.tensors["token_embd.weight"].nbytes if "output.weight" in gguf.tensors else 0
+    picked = sum(c.working_set * c.size for plan in slots for c in plan.classes)
+    choice = (find_choice(model, made.memory) if model.is_dir() else None) or Choice()
+    return estimate(
+        slots,
+        spec.router.top_k,
+        touched=made.trunk_bytes - embedding + picked,
+        trace=pack_trace(model) if model.is_dir() else None,
+        measured=tuned.measured if tuned else None,
+        policy=choice.policy,
+        readers=choice.readers,
+    )
+
+
+def _speed_record(speed: Estimate) -> dict[str, Any]:
+    return asdict(speed) | {"tokens_per_second": speed.tokens_per_second}
+
+
+def _show_speed(speed: Estimate) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"expected: hit rate {speed.hit_rate:.0%}, {format_bytes(round(speed.read_bytes))} read a token, "
+        f"{speed.tokens_per_second:.2g} tokens/s ({1000 * speed.compute_seconds:.0f} ms computing, "
+        f"{1000 * speed.read_seconds:.0f} ms waiting for reads)",
+        soft_wrap=True,
+    )
+    for assumption in speed.assumes:
+        console.print(f"  assuming {assumption}", soft_wrap=True)
 
 
 def _record(made: MemoryPlan) -> dict[str, Any]:

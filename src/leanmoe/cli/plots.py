@@ -1,7 +1,11 @@
 """Charts as image files, where matplotlib is installed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from leanmoe.errors import UsageError
 
@@ -40,6 +44,39 @@ def draw_curves(
     )
     axes.grid(alpha=0.3)
     axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UsageError(f"cannot draw {path}: {error}") from None
+
+
+def draw_map(
+    path: Path, title: str, heat: Mapping[int, npt.NDArray[Any]], resident: Collection[tuple[int, int]]
+) -> None:
+    """Layers downwards, experts across; shades are logarithms of picks over the layer's mean, dots are resident.
+
+    Raises as `draw_curves` does.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers = list(heat)
+    width = max(len(counts) for counts in heat.values())
+    picture = np.full((len(layers), width), np.nan)
+    for row, counts in enumerate(heat.values()):
+        with np.errstate(divide="ignore"):
+            picture[row, : len(counts)] = np.log2(counts / max(float(np.mean(counts)), 1e-9))
+    figure = Figure(figsize=(max(6, width / 14), max(3, len(layers) / 7)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shown = axes.imshow(picture, aspect="auto", cmap="magma", vmin=-4, vmax=4, interpolation="nearest")
+    axes.set_facecolor("black")  # never picked
+    rows = {layer: row for row, layer in enumerate(layers)}
+    axes.scatter([e for _, e in resident], [rows[layer] for layer, _ in resident], s=3, c="#40ff80")
+    axes.set(xlabel="expert", ylabel="layer", title=f"{title}: picks, and (dots) what a warm cache holds")
+    axes.set_yticks(range(0, len(layers), 4), [str(layer) for layer in layers[::4]])
+    figure.colorbar(shown, label="picks over the layer's mean, log2")
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:

@@ -10,11 +10,16 @@ import typer
 from rich.console import Console
 
 from leanmoe.cli import options as opt
+from leanmoe.engine.config import EngineConfig
 from leanmoe.errors import UsageError
 
 
+@opt.engine_flags
+@opt.sampling_flags
 def run(
     pack: Annotated[Path, typer.Argument(help="A .lmpack directory, made by `lean pack`.")],
+    config: EngineConfig,
+    sampling: dict[str, Any],
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")
     ] = None,
@@ -31,60 +36,21 @@ def run(
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
-    temperature: opt.Temperature = 0.8,
-    top_k: opt.TopK = 40,
-    top_p: opt.TopP = 0.95,
-    min_p: opt.MinP = 0.05,
-    repeat_penalty: opt.RepeatPenalty = 1.0,
-    seed: opt.Seed = None,
-    memory: opt.Memory = None,
-    cache: opt.Cache = None,
-    vram: opt.Vram = None,
-    device: opt.DeviceNames = None,
-    context: opt.Context = None,
-    kv_type: opt.KvType = "f16",
-    chunk: opt.Chunk = None,
-    threads: opt.Threads = None,
-    readers: opt.Readers = 4,
-    verify: opt.VerifyMode = "first",
-    policy: opt.PolicyName = "auto",
-    prefetch: opt.PrefetchMode = "off",
-    predictor: opt.PredictorName = "gate",
-    stats: Annotated[bool, typer.Option("--stats", help="End with a table of what it took.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one machine-readable record instead.")
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show what it takes while it runs, and a table at the end.")
     ] = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Answer one prompt. The prompt is a user's message where the model has a chat template (see --raw)."""
     from leanmoe.cli.generate import show, summary, table
     from leanmoe.engine.llm import LLM
 
-    config = opt.engine_config(
-        memory,
-        cache,
-        vram,
-        device,
-        context,
-        kv_type,
-        chunk,
-        threads,
-        readers,
-        verify,
-        policy,
-        prefetch,
-        predictor,
-    )
     text = _prompt(prompt, file)
     request: dict[str, Any] = {
         "max_tokens": max_tokens,
         "stop": stop or (),
         "ignore_eos": ignore_eos,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "seed": seed,
+        **sampling,
     }
     with LLM(pack, **asdict(config)) as llm:
         if raw or not llm.has_chat_template:
@@ -97,7 +63,7 @@ def run(
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
             stream = llm.stream_chat(messages, **request)
-        done = show(stream, silent=as_json)
+        done = show(llm, stream, silent=as_json, live=stats)
         if as_json:
             print(json.dumps(llm.record(done), ensure_ascii=False))
         elif stats:

@@ -32,9 +32,9 @@ class Usage:
 
     @property
     def read_bytes_per_token(self) -> float:
-        """Expert bytes read for each token fed after the prompt."""
-        fed = self.completion_tokens - 1
-        return self.decode_experts.read_bytes / fed if fed > 0 else 0.0
+        """Expert bytes read for each token fed after the prompt; not those that a warm start read meanwhile."""
+        fed, experts = self.completion_tokens - 1, self.decode_experts
+        return (experts.read_bytes - experts.warm_bytes) / fed if fed > 0 else 0.0
 
     @property
     def prompt_rate(self) -> float:
@@ -63,6 +63,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.stop = False
+        self.tokens = 0
         self.completion: Completion | None = None
 
     def stopped(self) -> bool:
@@ -86,6 +87,11 @@ class Stream:
     def completion(self) -> Completion | None:
         """The whole answer; None while it is being made."""
         return self._progress.completion
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the answer has so far."""
+        return self._progress.tokens
 
     def cancel(self) -> None:
         """Ends the answer after the token being computed. May be called from a signal handler or a thread."""
@@ -179,6 +185,7 @@ class Answer:
         reason = "length"
         for token in source:
             tokens.append(token)
+            progress.tokens = len(tokens)
             if token in self._stop_ids:
                 reason = "stop"
                 break

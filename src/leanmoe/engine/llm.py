@@ -1,7 +1,7 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -13,21 +13,25 @@ from threading import Lock, get_ident
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+import numpy.typing as npt
 import torch
 
 from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
+from leanmoe.engine.learning import Learner, model_identity
 from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, return_large_blocks
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
+from leanmoe.engine.tuning import find_choice
 from leanmoe.errors import BudgetError, FormatError, UnsupportedError, UsageError
 from leanmoe.experts.policy import Key, policy_named
 from leanmoe.experts.pool import ExpertPool, Observer, Placement
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
-from leanmoe.experts.throttle import Predictor, Prefetch
+from leanmoe.experts.throttle import Predictor, Prefetch, Survey
+from leanmoe.experts.trace import RoutingTrace
 from leanmoe.formats.gguf import GGUFFile
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
@@ -62,7 +66,8 @@ class LLM:
     """A model in a `.lmpack` directory, held within a memory budget.
 
     `memory` is the budget of the whole process ("4GiB" or bytes; None takes nine tenths of what is free); the
-    other settings are `EngineConfig`'s. `observers` are told of every routing (`TraceRecorder` is one).
+    other settings are `EngineConfig`'s; `policy`, `prefetch` and `readers` are, unless given, what `lean tune` chose
+    for this pack on this machine, if anything. `observers` are told of every routing (`TraceRecorder` is one).
     Experts stay on disk but for those the budget has slots for. One answer is made at a time; a second caller
     waits. Use it as a context manager, or call `close`.
 
@@ -82,12 +87,16 @@ class LLM:
         kv_type: str = "f16",
         chunk: int | None = None,
         threads: int | None = None,
-        readers: int = 4,
+        readers: int | None = None,
         verify: Verify = "first",
-        policy: str = "auto",
-        prefetch: Prefetch = "off",
+        policy: str | None = None,
+        prefetch: Prefetch | None = None,
+        prefetch_level: int | None = None,
         predictor: Predictor = "gate",
         warm: float = DEFAULT_WARM_SECONDS,
+        learn: bool = False,
+        recording: int | None = None,
+        record_probabilities: bool = False,
         observers: SequenceOf[Observer] = (),
     ) -> None:
         config = EngineConfig(
@@ -103,17 +112,20 @@ class LLM:
             verify=verify,
             policy=policy,
             prefetch=prefetch,
+            prefetch_level=prefetch_level,
             predictor=predictor,
             warm=warm,
+            learn=learn,
+            recording=recording,
+            record_probabilities=record_probabilities,
         )
         self.pack: Pack = open_pack(path)
         self.spec = model_spec(self.pack.trunk)
         self.tokenizer = _tokenizer(self.pack.trunk, self.spec.vocab)
         self._template: ChatTemplate | None = None
-        self.config = replace(
-            config, memory=config.memory or default_budget(), threads=config.threads or _cores()
-        )
-        assert self.config.memory is not None
+        available = config.memory or default_budget()
+        chosen = find_choice(self.pack.path, available)
+        self.config = replace(config.settled(chosen), memory=available, threads=config.threads or _cores())
         assert self.config.threads is not None
         kernels.set_num_threads(self.config.threads)
         return_large_blocks()
@@ -122,7 +134,7 @@ class LLM:
             self.pack.trunk,
             self.pack.manifest,
             self.config,
-            memory=self.config.memory,
+            memory=available,
             base=resident_bytes(),
             vram=() if config.devices[0] == "cpu" else tuple(_vram(d, config.vram) for d in config.devices),
         )
@@ -130,9 +142,19 @@ class LLM:
         self._lock = Lock()
         self._answering: int | None = None
         self._workers = Workers(self.config.threads if self.config.devices[0] == "cpu" else 1)
+        self._learner: Learner | None = None
+        self.warming: list[Future[bool]] = []
+        """The reads of the warm start that the pack's profile asked for; to wait for, if one wants to."""
+        if self.pack.manifest.layers:
+            self._learner = Learner(
+                self.pack, self.config.recording_bytes, probabilities=self.config.record_probabilities
+            )
+        if self._learner is not None and self.config.recording_bytes:
+            observers = (*observers, self._learner)
         self._pool = self._open_pool(observers)
         try:
             self.decoder = self._load()
+            self._use_profile()
             dtype = KV_TYPES[self.config.kv_type]
             self._sequence = Sequence(self.decoder.new_state(self.plan.context, dtype))
         except BaseException:
@@ -213,6 +235,7 @@ class LLM:
             "hit_rate": usage.decode_experts.hit_rate,
             "prompt_read_bytes": usage.prompt_experts.read_bytes,
             "decode_read_bytes": usage.decode_experts.read_bytes,
+            "warm_read_bytes": usage.prompt_experts.warm_bytes + usage.decode_experts.warm_bytes,
             "decode_demand_reads": usage.decode_experts.total.misses,
             "stall_seconds": usage.decode_experts.stall_seconds,
             "prefetch": asdict(usage.decode_experts.prefetch),
@@ -255,12 +278,42 @@ class LLM:
             return []
         return self._pool.warm(hottest, self.config.warm)
 
+    def trace(self) -> RoutingTrace:
+        """The routing recorded so far (see `recording`); may be called after `close`, when there is memory for it.
+
+        Raises `UsageError` if nothing was recorded.
+        """
+        if self._learner is None or not self.config.recording_bytes:
+            raise UsageError(f"{self.pack.path}: no routing was recorded")
+        return self._learner.recorder.trace()
+
+    @property
+    def recording_full(self) -> bool:
+        """Whether more was routed than `recording` had room for; the trace then ends before the text does."""
+        return self._learner is not None and self._learner.recorder.full
+
+    def heat(self) -> Mapping[int, npt.NDArray[Any]]:
+        """How often each expert was picked: for each layer [experts], in the pack's profile and, if learning, since."""
+        return {} if self._learner is None else self._learner.heat()
+
+    def resident(self) -> list[Key]:
+        """The (layer, expert) whose bytes are in a slot now."""
+        return [] if self._pool is None else self._pool.resident()
+
+    def survey_prefetch(self) -> Survey:
+        """Has all amounts of reading ahead take turns from now on; needs prefetch "on". Returns what they took."""
+        if self._pool is None:
+            raise UsageError(f"{self.pack.path}: a model without experts has no use for prefetch")
+        return self._pool.survey_prefetch()
+
     def close(self) -> None:
-        """Stops the readers and lets the memory go. May be called twice."""
-        self._closed = True
+        """Stops the readers, lets the memory go, and keeps what was learned. May be called twice."""
+        first, self._closed = not self._closed, True
         if self._pool is not None:
             self._pool.close()
         self._workers.close()
+        if first and self.config.learn and self._learner is not None and self._process == os.getpid():
+            self._learner.keep()
 
     def __enter__(self) -> Self:
         return self
@@ -277,6 +330,9 @@ class LLM:
             if d.slots is not None
         ]
         config = self.config
+        assert config.readers is not None
+        assert config.policy is not None
+        assert config.prefetch is not None
         if not placements:
             if config.prefetch == "on" or config.policy != "auto":
                 raise UsageError(
@@ -290,6 +346,7 @@ class LLM:
             verify=config.verify,
             policy=policy_named(config.policy),
             prefetch=config.prefetch,
+            prefetch_level=config.prefetch_level,
             predictor=config.predictor,
             observers=observers,
         )
@@ -306,6 +363,16 @@ class LLM:
         decoder = Decoder(self.spec, trunk, self._pool, where, self._workers)
         trunk.check_all_taken()
         return decoder
+
+    def _use_profile(self) -> None:
+        """Warms the cache with the experts that were used most, and tells the predictor what followed what."""
+        if self._learner is None or self._pool is None:
+            return
+        self._learner.open(model_identity(self.decoder, self.pack.manifest))
+        if self._learner.profile is not None:
+            self._pool.seed(self._learner.profile)
+            self.warming = self.warm_start(self._learner.profile.hottest())
+            self._learner.forget()
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
 from leanmoe.errors import BudgetError, FormatError, UsageError
+from leanmoe.experts.predict import Transitions
 from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
 from leanmoe.formats.gguf import GGUFFile
 from leanmoe.models.spec import ModelSpec
@@ -127,7 +128,7 @@ def plan_memory(
     context = context_length(spec, config)
     on_gpu = config.devices[0] != "cpu"
     count = len(config.devices)
-    fixed = base + _FIXED_MARGIN + (_CUDA_HOST_BYTES * count if on_gpu else 0)
+    fixed = base + _FIXED_MARGIN + (_CUDA_HOST_BYTES * count if on_gpu else 0) + _knowledge(manifest, config)
     if on_gpu and fixed > memory:
         raise BudgetError(
             f"{format_bytes(memory)} of memory is too small; wanted {format_bytes(fixed)} beside a GPU"
@@ -154,6 +155,15 @@ def plan_memory(
     least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context, threads)
     smallest = fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs))
     return MemoryPlan(memory, fixed, context, chunk, experts, smallest, devices)
+
+
+def _knowledge(manifest: Manifest, config: EngineConfig) -> int:
+    """What is kept of the routing while the model runs: what is to be learned, and tables that predict."""
+    if not manifest.layers:
+        return 0
+    predicts = config.prefetch in ("auto", "on") and config.predictor != "gate"
+    tables = Transitions.nbytes({m.layer: m.expert_count for m in manifest.layers}) if predicts else 0
+    return tables + config.recording_bytes
 
 
 def _check_experts(spec: ModelSpec, manifest: Manifest, trunk: GGUFFile) -> None:

@@ -430,6 +430,8 @@ class ExpertCache:
         assert slot is not None  # one was free
         if error := self._read(slot):
             raise error
+        with self._lock:
+            self._counters.warm_bytes += slot.nbytes
         return True
 
     def _give_back(self, acquire: Acquire) -> None:

@@ -16,16 +16,24 @@ from leanmoe.experts.device import open_device
 from leanmoe.experts.policy import LRU, Key, Phase, Policy
 from leanmoe.experts.predict import Transitions
 from leanmoe.experts.prefetch import Prefetcher
+from leanmoe.experts.profile import RoutingProfile
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import ExpertStore, Verify
-from leanmoe.experts.throttle import Duel, Fixed, Predictor, Prefetch, highest_level
+from leanmoe.experts.throttle import (
+    DEFAULT_LEVEL,
+    Duel,
+    Fixed,
+    Predictor,
+    Prefetch,
+    Survey,
+    highest_level,
+)
 from leanmoe.pack import ExpertLayout, Manifest, Pack
 
-# With prefetch "on": two experts at once, beside demand reads.
-_FIXED_LEVEL = 3
-_DISTANCES = 2  # layers that transitions foresee
+# Levels that are compared: of the higher ones every other would take as long to tell from its neighbour.
+_SURVEYED = (0, 1, 2, 3, 5, 8)
 
 
 class Observer(Protocol):
@@ -63,6 +71,7 @@ class ExpertPool:
         readers: Readers,
         *,
         prefetch: Prefetch = "off",
+        prefetch_level: int | None = None,
         predictor: Predictor = "gate",
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -74,13 +83,13 @@ class ExpertPool:
         policies = [policy for cache in caches for policy in cache.policies]
         self._wants_router = any(policy.wants_router for policy in policies)
         self._wants_predictions = any(policy.wants_predictions for policy in policies)
-        self._prefetcher = self._make_prefetcher(prefetch)
+        self._prefetcher = self._make_prefetcher(prefetch, prefetch_level or DEFAULT_LEVEL)
         self.looks_ahead = self.predicting and predictor != "transitions"
         """Whether the model should apply the next layers' routers."""
         self._transitions = None
         self._learning = threading.Lock()
         if self.predicting and predictor != "gate":
-            self._transitions = Transitions({i: m.expert_count for i, m in self._layers.items()}, _DISTANCES)
+            self._transitions = Transitions({i: m.expert_count for i, m in self._layers.items()})
 
     @classmethod
     def open(
@@ -92,13 +101,14 @@ class ExpertPool:
         verify: Verify = "first",
         policy: Callable[[SlotClass], Policy] = LRU,
         prefetch: Prefetch = "off",
+        prefetch_level: int | None = None,
         predictor: Predictor = "gate",
         observers: Sequence[Observer] = (),
         direct: bool = True,
     ) -> Self:
         """A pool over `pack` with one cache per placement and `readers` reading threads for all of them.
 
-        `prefetch` says whether experts are read before they are asked for: "off", "on" (always as much), or
+        `prefetch` says whether experts are read before they are asked for: "off", "on" (always `prefetch_level`), or
         "auto" (as much as makes tokens faster). `predictor` says from what: the next layers' routers applied
         to the present state ("gate"), what followed the present picks so far ("transitions"), or the latter
         from two layers ahead, confirmed or taken back by the former ("both"). `observers` are told of every
@@ -117,7 +127,15 @@ class ExpertPool:
         except BaseException:
             threads.close()
             raise
-        return cls(store, caches, threads, prefetch=prefetch, predictor=predictor, observers=observers)
+        return cls(
+            store,
+            caches,
+            threads,
+            prefetch=prefetch,
+            prefetch_level=prefetch_level,
+            predictor=predictor,
+            observers=observers,
+        )
 
     def acquire(self, layer: int, experts: Sequence[int], phase: Phase = Phase.DECODE) -> Acquire:
         """Groups of leases for the distinct `experts` of `layer`, as they become ready; see `ExpertCache`."""
@@ -218,12 +236,30 @@ class ExpertPool:
         """The experts whose bytes are in a slot now, on any device."""
         return [key for cache in self.caches for key in cache.resident()]
 
-    def _make_prefetcher(self, mode: Prefetch) -> Prefetcher | None:
+    def seed(self, profile: RoutingProfile) -> None:
+        """Tells the predictor what followed what before this process began."""
+        if self._transitions is not None:
+            with self._learning:
+                self._transitions.seed(profile)
+
+    def survey_prefetch(self) -> Survey:
+        """Lets every level of reading ahead, none included, take its turn from now on, and returns the account.
+
+        Raises `UsageError` if the pool was not opened to prefetch, or nothing can be: all experts have slots.
+        """
+        if self._prefetcher is None:
+            raise UsageError("nothing can be read ahead: prefetch is off, or every expert has a slot")
+        highest = highest_level(self._readers.count)
+        survey = Survey([level for level in _SURVEYED if level <= highest])
+        self._prefetcher.regulate(survey)
+        return survey
+
+    def _make_prefetcher(self, mode: Prefetch, level: int) -> Prefetcher | None:
         # Where every expert has a slot there is nothing to gain: demand and warm start fill them once.
         if mode == "off" or len(self._layers) < 2 or all(plan.fits for plan in self.plans):
             return None
         highest = highest_level(self._readers.count)
-        throttle = Duel(highest) if mode == "auto" else Fixed(min(_FIXED_LEVEL, highest))
+        throttle = Duel(highest) if mode == "auto" else Fixed(min(level, highest))
         return Prefetcher(self._cache_of, self._readers, throttle)
 
     def close(self) -> None:

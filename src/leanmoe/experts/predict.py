@@ -5,9 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from leanmoe.experts.profile import RoutingProfile
+
 _Floats = npt.NDArray[np.float32]
 # Picks of an expert seen before its own successors count as much as the layer's popularity.
 _PRIOR_PICKS = 2.0
+DISTANCES = 2
+"""Layers that transitions foresee."""
 
 
 class Transitions:
@@ -18,8 +22,15 @@ class Transitions:
     """
 
     half_life = 64.0
+    # What a profile knows of an expert counts as at most this many picks: this text's own soon outweigh it.
+    most_seeded = 32.0
 
-    def __init__(self, experts: Mapping[int, int], distances: int = 2) -> None:
+    @staticmethod
+    def nbytes(experts: Mapping[int, int], distances: int = DISTANCES) -> int:
+        """The bytes of the tables for these layers."""
+        return len(experts) * distances * max(experts.values(), default=0) ** 2 * 4
+
+    def __init__(self, experts: Mapping[int, int], distances: int = DISTANCES) -> None:
         self._layers = sorted(experts)
         self._row = {layer: row for row, layer in enumerate(self._layers)}
         self._experts = [experts[layer] for layer in self._layers]
@@ -45,6 +56,18 @@ class Transitions:
                 follow[np.ix_(sources, picked)] += 1
         self._recent.append((row, picked))
         del self._recent[: -self._follow.shape[1]]
+
+    def seed(self, profile: RoutingProfile) -> None:
+        """Starts from what a profile of the same model knows. Raises `ValueError` for other layers."""
+        if list(profile.layers) != self._layers:
+            raise ValueError(f"a profile of the layers {list(profile.layers)}; wanted {self._layers}")
+        for row, layer in enumerate(self._layers):
+            self._popular[row, : self._experts[row]] = profile.popularity(layer)
+            picks = profile.counts[row][:, None]
+            weight = np.minimum(picks, np.float32(self.most_seeded)) / np.maximum(picks, 1)
+            for distance in range(min(self._follow.shape[1], len(self._layers) - 1 - row)):
+                self._follow[row, distance] = profile.followers(row, distance) * weight
+                self._picked[row, distance] = picks * weight
 
     def ahead(self) -> Iterator[tuple[int, _Floats]]:
         """From the picks observed last: each of the next layers, with the chance of its experts."""

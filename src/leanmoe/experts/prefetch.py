@@ -57,6 +57,12 @@ class Prefetcher:
         self._before = (0, 0)
         readers.allow_ahead(allowance(throttle.level))
 
+    def regulate(self, throttle: Throttle) -> None:
+        """Puts `throttle` in place of the one that said how much is read."""
+        with self._lock:
+            self._throttle = throttle
+            self._readers.allow_ahead(allowance(throttle.level))
+
     @property
     def active(self) -> bool:
         """Whether predictions are of any use for the token being computed."""

@@ -49,7 +49,7 @@ class ModelIdentity:
     """What makes a profile's numbers mean something: the same routers over the same experts.
 
     `experts` maps each layer with routed experts to how many. `fingerprint` is a few numbers computed from the
-    router weights, the same for every quantisation within its error.
+    router weights, the same for every quantisation within its error; empty where they were not looked at.
     """
 
     architecture: str
@@ -65,6 +65,8 @@ class ModelIdentity:
                 return (
                     f"{name} is {its}, not {mine}" if name != "experts" else "its layers have other experts"
                 )
+        if not self.fingerprint:
+            return None  # nothing to tell by: the router weights were not looked at
         if len(self.fingerprint) != len(other.fingerprint):
             return f"its router fingerprint has {len(other.fingerprint)} numbers, not {len(self.fingerprint)}"
         scale = max((abs(x) for x in self.fingerprint), default=0.0)
@@ -112,7 +114,7 @@ class RoutingProfile:
         self.counts += other.counts
         for layer in range(len(self.layers)):
             for distance in range(min(self.follow.shape[1], len(self.layers) - 1 - layer)):
-                self._add(layer, distance, other._followers(layer, distance))
+                self._add(layer, distance, other.followers(layer, distance))
 
     def popularity(self, layer: int) -> _Floats:
         """Each expert's share of the tokens, [experts] from 0 to 1; equal shares before anything was learned."""
@@ -213,8 +215,11 @@ class RoutingProfile:
         self.counts *= np.float32(factor)
         self.follow *= np.float32(factor)
 
-    def _followers(self, layer: int, distance: int) -> _Floats:
-        """How often each expert [rows] was followed by each [columns], as far as it was kept."""
+    def followers(self, layer: int, distance: int) -> _Floats:
+        """How often each expert [rows] of the layer in row `layer` was followed by each [columns], `distance` + 1 on.
+
+        As far as it was kept.
+        """
         width = self.counts.shape[1]
         table = np.zeros((width, width), np.float32)
         ids, counts = self.successors[layer, distance], self.follow[layer, distance]
@@ -222,7 +227,7 @@ class RoutingProfile:
         return table
 
     def _add(self, layer: int, distance: int, more: _Floats) -> None:
-        table = self._followers(layer, distance) + more
+        table = self.followers(layer, distance) + more
         kept = self.follow.shape[3]
         ids = np.argpartition(-table, kept - 1, axis=1)[:, :kept]
         self.successors[layer, distance] = ids

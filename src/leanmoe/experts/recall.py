@@ -32,21 +32,34 @@ def recalls(trace: RoutingTrace, budgets: Sequence[int]) -> Mapping[str, list[fl
         )
     )
     profile.learn(decoded.only(decoded.rows["step"] < middle))
-    later = multi_hot(decoded.only(decoded.rows["step"] >= middle), layers)
-    popular = np.stack([_padded(profile.popularity(layer), later.shape[2]) for layer in layers])
-    fixed = np.broadcast_to(popular[:, None], later.shape)
-    found = {
-        "popularity": _recall(fixed, later, budgets),
-        "previous token": _recall(later[:, :-1] + fixed[:, 1:] * np.float32(0.5), later[:, 1:], budgets),
-    }
-    for distance in range(1, min(DISTANCES, len(layers) - 1) + 1):
-        chances = np.zeros((len(layers) - distance, *later.shape[1:]), np.float32)
-        for row, layer in enumerate(layers[:-distance]):
-            count = trace.layers[layer].experts
+    after = decoded.only(decoded.rows["step"] >= middle)
+    later = multi_hot(after, layers)
+    popular = _popular(profile, later)
+    previous = _recall(later[:, :-1] + popular[:, 1:] * np.float32(0.5), later[:, 1:], budgets)
+    found = profile_recall(profile, after, budgets)
+    return {"popularity": found.pop("popularity"), "previous token": previous, **found}
+
+
+def profile_recall(
+    profile: RoutingProfile, trace: RoutingTrace, budgets: Sequence[int]
+) -> dict[str, list[float]]:
+    """As `recalls`, of a profile that was learned elsewhere: "popularity" and "transition +1" to "+6"."""
+    later = multi_hot(trace, profile.layers)
+    found = {"popularity": _recall(_popular(profile, later), later, budgets)}
+    for distance in range(1, min(DISTANCES, len(profile.layers) - 1) + 1):
+        chances = np.zeros((len(profile.layers) - distance, *later.shape[1:]), np.float32)
+        for row, layer in enumerate(profile.layers[:-distance]):
+            count = profile.identity.experts[layer]
             after = profile.after(layer, range(count), distance)
             chances[row, :, : after.shape[1]] = later[row, :, :count] @ after  # a sum ranks as a mean does
         found[f"transition +{distance}"] = _recall(chances, later[distance:], budgets)
     return found
+
+
+def _popular(profile: RoutingProfile, like: _Floats) -> _Floats:
+    """The same chances for every token, in the shape of `like`: [layers, tokens, experts]."""
+    popular = np.stack([_padded(profile.popularity(layer), like.shape[2]) for layer in profile.layers])
+    return np.broadcast_to(popular[:, None], like.shape)
 
 
 def _recall(chances: _Floats, picked: _Floats, budgets: Sequence[int]) -> list[float]:

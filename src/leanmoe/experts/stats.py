@@ -82,13 +82,15 @@ class LayerStats:
 class CacheStats:
     """A snapshot. `later - earlier` is what happened between two; `a + b` adds up caches.
 
-    `reads` and `read_bytes` count expert files that arrived whole, for whatever reason they were read.
+    `reads` and `read_bytes` count expert files that arrived whole, for whatever reason they were read; `warm_bytes` of
+    them in the background, before there was any reason.
     """
 
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
     reads: int = 0
     read_bytes: int = 0
     evictions: int = 0
+    warm_bytes: int = 0
 
     @property
     def total(self) -> LayerStats:
@@ -118,6 +120,7 @@ class CacheStats:
             self.reads + other.reads,
             self.read_bytes + other.read_bytes,
             self.evictions + other.evictions,
+            self.warm_bytes + other.warm_bytes,
         )
 
     def __sub__(self, earlier: "CacheStats") -> "CacheStats":
@@ -127,6 +130,7 @@ class CacheStats:
             self.reads - earlier.reads,
             self.read_bytes - earlier.read_bytes,
             self.evictions - earlier.evictions,
+            self.warm_bytes - earlier.warm_bytes,
         )
 
 
@@ -154,6 +158,7 @@ class Counters:
         self.reads = 0
         self.read_bytes = 0
         self.evictions = 0
+        self.warm_bytes = 0
 
     def count(self, layer: int, hits: int, joined: int, misses: int) -> None:
         """Adds one acquire's lookups."""
@@ -180,4 +185,4 @@ class Counters:
             layer: LayerStats(hits, joined, misses, self._stalls[layer], self._ahead[layer].snapshot())
             for layer, (hits, joined, misses) in self._layers.items()
         }
-        return CacheStats(layers, self.reads, self.read_bytes, self.evictions)
+        return CacheStats(layers, self.reads, self.read_bytes, self.evictions, self.warm_bytes)

@@ -8,12 +8,15 @@ from 2 on one more expert at once, beside demand reads.
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from leanmoe.experts.readers import Ahead
 
 Prefetch = Literal["off", "auto", "on"]
 """Nothing is read ahead; as much as makes tokens faster; always as much."""
+DEFAULT_LEVEL = 3
+"""With prefetch "on" and no level given: two experts at once, beside demand reads."""
 Predictor = Literal["gate", "transitions", "both"]
 """See `ExpertPool.open`."""
 
@@ -46,6 +49,47 @@ class Fixed:
 
     def token(self, seconds: float, issued: int, used: int) -> None:
         pass
+
+
+class Survey:
+    """Several levels in turn, a token each, back and forth, to compare them: 0 1 2 3, 3 2 1 0, 0 1 2 3 ..."""
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        self.seconds: dict[int, list[float]] = {level: [] for level in levels}
+        """What tokens took at each level; the i-th of all levels are of the same round."""
+        self._order = list(levels)[::-1]
+        self._next = list(levels)
+
+    @property
+    def level(self) -> int:
+        return self._order[-1]
+
+    def token(self, seconds: float, issued: int, used: int) -> None:
+        self.seconds[self._order.pop()].append(seconds)
+        if not self._order:
+            self._order, self._next = self._next, self._next[::-1]
+            self._order = self._order.copy()
+
+    def gains(self) -> dict[int, tuple[float, float]]:
+        """For each level: the mean logarithm of its time over level 0's in the same round, and its standard error.
+
+        Raises `ValueError` before two rounds are over.
+        """
+        rounds = min(len(taken) for taken in self.seconds.values())
+        if rounds < 2:
+            raise ValueError(f"{rounds} rounds; wanted 2 at least")
+        found = {}
+        for level, taken in self.seconds.items():
+            pairs = zip(self.seconds[0][:rounds], taken[:rounds], strict=True)
+            ratios = [math.log(mine / without) for without, mine in pairs]
+            found[level] = (statistics.fmean(ratios), statistics.stdev(ratios) / math.sqrt(rounds))
+        return found
+
+    def best(self, certainty: float = 2.0) -> int:
+        """Of the levels faster than 0 by `certainty` standard errors, the one with the lowest mean; else 0."""
+        gains = self.gains()
+        sure = [n for n, (mean, error) in gains.items() if mean + certainty * error < 0]
+        return min(sure, key=lambda level: gains[level][0], default=0)
 
 
 class Duel:
