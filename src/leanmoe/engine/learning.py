@@ -114,7 +114,8 @@ def _projection(decoder: Decoder, layer: int) -> float:
     """The router's weights [E, D] summed with signs that no architecture knows of, per root of their number."""
     ffn = decoder.layers[layer].ffn
     assert isinstance(ffn, MoE)
-    weights = dequantize(ffn.router.data, ffn.router.qtype, ffn.router.shape).cpu().double()
+    router = ffn.router.weight
+    weights = dequantize(router.data, router.qtype, router.shape).cpu().double()
     rows, columns = (
         torch.cos(torch.arange(n, dtype=torch.float64) * step)
         for n, step in zip(weights.shape, (2.3, 1.7), strict=True)
