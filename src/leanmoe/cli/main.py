@@ -8,7 +8,7 @@ import typer
 
 from leanmoe import __version__
 from leanmoe.cli.chat import chat
-from leanmoe.cli.pack_commands import info, pack, verify
+from leanmoe.cli.pack_commands import export, info, pack, verify
 from leanmoe.cli.plan import plan
 from leanmoe.cli.run import run
 from leanmoe.cli.simulate import simulate
@@ -44,7 +44,7 @@ def root(
     )
 
 
-for command in (pack, info, verify, plan, run, chat, simulate, import_trace, export_trace):
+for command in (pack, info, verify, export, plan, run, chat, simulate, import_trace, export_trace):
     app.command()(command)
 
 
