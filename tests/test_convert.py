@@ -11,8 +11,10 @@ import pytest
 from leanmoe import LLM
 from leanmoe.convert import CheckpointSource
 from leanmoe.pack import export_gguf, pack_source, verify_pack
-from oracles.tiny import ARCHITECTURES
+from oracles.tiny import ARCHITECTURES, gpt_oss_rope
 
+# llama.cpp rounds the bounds of gpt-oss's YaRN to whole pairs, whatever the model was trained with.
+LLAMA_CPP = {"gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)}}
 TOKENS = Random(7).choices(range(280), k=64)
 Packed = tuple[Any, Path]
 
@@ -119,7 +121,7 @@ def test_llama_cpp_loads_what_lean_exports_with_the_same_logits(
     from oracles import hf
     from oracles.llama_cpp import LlamaCpp
 
-    tiny, path = packed(arch)
+    tiny, path = packed(arch, **LLAMA_CPP.get(arch, {}))
     want = hf.logits(tiny.hf_model, TOKENS)
     exported = export_gguf(path, tmp_path / "tiny.gguf")
     with LlamaCpp(exported, n_ctx=256, kv="f32", flash_attention=False) as model:
