@@ -11,7 +11,7 @@ import pytest
 
 from leanmoe import LLM
 from leanmoe.bench.make_model import make_model
-from leanmoe.bench.random_model.blocks import encode, random_rows
+from leanmoe.bench.random_model.blocks import random_rows
 from leanmoe.bench.random_model.locality import Walk
 from leanmoe.bench.random_model.shapes import SHAPES
 from leanmoe.errors import UsageError
@@ -121,17 +121,6 @@ def test_random_blocks_have_the_deviation_asked_for_and_no_bias(name: str, std: 
     assert values.std() == pytest.approx(std, rel=0.05)
     assert abs(values.mean()) < 0.01 * std
     assert np.abs(values.mean(axis=1)).max() < 0.2 * std  # 6 times what chance gives
-
-
-@pytest.mark.parametrize(("name", "bound"), [("Q4_K", 0.12), ("Q6_K", 0.03), ("Q8_0", 0.01), ("Q5_0", 0.06)])
-def test_encoded_numbers_come_back(name: str, bound: float) -> None:
-    """Embeddings would not have the directions that locality is made of."""
-    values = np.random.default_rng(0).standard_normal((64, 512), dtype=np.float32)
-    values[0] = 0
-    raw = encode(quant_type(name), values)
-    found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-    assert np.abs(found[0]).max() < 1e-4
-    assert (found - values).std() < bound
 
 
 def test_a_pack_written_directly_is_the_pack_of_the_file(tmp_path: Path) -> None:
