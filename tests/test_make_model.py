@@ -21,7 +21,7 @@ from leanmoe.experts.simulate import plan_for, replay
 from leanmoe.experts.trace import PHASES, LayerFacts, RoutingTrace
 from leanmoe.formats.gguf import GGUFFile, read_gguf
 from leanmoe.formats.quant_types import quant_type
-from leanmoe.models.registry import supported_architectures
+from leanmoe.models.registry import model_spec, supported_architectures
 from leanmoe.pack import expert_layouts, is_expert_tensor, open_pack, pack_gguf, verify_pack
 from oracles.llama_cpp import LlamaCpp
 from random_models import FAMILIES, scaled_down
@@ -72,6 +72,9 @@ def test_a_header_has_the_experts_of_the_published_file_and_takes_no_room(shape:
     assert model.path.stat().st_blocks * 512 < 16 << 20
     skipped = 1 if shape in WITH_PREDICTION else 0
     assert len(expert_layouts(model).layers) == layers - skipped
+    if model.architecture in supported_architectures():
+        spec = model_spec(model)
+        assert (spec.layers, spec.hidden) == (SHAPES[shape].layers, SHAPES[shape].hidden)
 
 
 def test_names_that_exclude_each_other_and_files_in_the_way_are_refused(tmp_path: Path) -> None:
