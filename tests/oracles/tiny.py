@@ -191,7 +191,7 @@ _LEADING_DENSE: dict[str, Any] = dict(
     n_group=1,
     topk_group=1,
     first_k_dense_replace=1,
-    routed_scaling_factor=1.5,
+    routed_scaling_factor=0.4,
     norm_topk_prob=True,
 )
 _LATENT: dict[str, Any] = _LEADING_DENSE | dict(
@@ -304,7 +304,13 @@ _FAMILIES = {
         architecture="deepseek2",
         hf="DeepseekV2",
         config=_LATENT
-        | dict(n_group=4, topk_group=2, topk_method="group_limited_greedy", n_shared_experts=2),
+        | dict(
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            n_shared_experts=2,
+            norm_topk_prob=False,
+        ),
         expert_width="moe_intermediate_size",
         keys=_deepseek_keys,
         names=_SHARED_EXPERTS,
@@ -316,7 +322,13 @@ _FAMILIES = {
         hf="DeepseekV2",
         # llama.cpp knows the small one by its 27 layers.
         config=_LATENT
-        | dict(q_lora_rank=None, topk_method="greedy", n_shared_experts=2, num_hidden_layers=27),
+        | dict(
+            q_lora_rank=None,
+            topk_method="greedy",
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_hidden_layers=27,
+        ),
         expert_width="moe_intermediate_size",
         keys=_deepseek_keys,
         names=_SHARED_EXPERTS,
