@@ -362,7 +362,7 @@ def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: Pa
     with LLM(path) as llm:
         got = llm.logits(tokens).numpy()
     agreement = kl_and_top1(want, got)
-    assert agreement.mean_kl <= 2e-3
+    assert agreement.mean_kl <= max(2e-3, 1.25 * floor.mean_kl)
     assert agreement.top1 >= min(0.98, floor.top1 - 0.01)
 
 
