@@ -10,9 +10,11 @@ import pytest
 
 from leanmoe import LLM
 from leanmoe.convert import CheckpointSource
-from leanmoe.pack import pack_source, verify_pack
-from oracles.tiny import ARCHITECTURES
+from leanmoe.pack import export_gguf, pack_source, verify_pack
+from oracles.tiny import ARCHITECTURES, gpt_oss_rope
 
+# llama.cpp rounds the bounds of gpt-oss's YaRN to whole pairs, whatever the model was trained with.
+LLAMA_CPP = {"gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)}}
 TOKENS = Random(7).choices(range(280), k=64)
 Packed = tuple[Any, Path]
 
@@ -109,3 +111,41 @@ def test_the_mxfp4_experts_of_gpt_oss_keep_their_numbers(tmp_path: Path) -> None
         assert torch.equal(got["gate"], want["gate_up_proj"][expert].T[::2])
         assert torch.equal(got["up"], want["gate_up_proj"][expert].T[1::2])
         assert torch.equal(got["down"], want["down_proj"][expert].T)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_llama_cpp_loads_what_lean_exports_with_the_same_logits(
+    arch: str, packed: Callable[..., Packed], tmp_path: Path
+) -> None:
+    """A model that lean converted could be used nowhere else."""
+    from oracles import hf
+    from oracles.llama_cpp import LlamaCpp
+
+    tiny, path = packed(arch, **LLAMA_CPP.get(arch, {}))
+    want = hf.logits(tiny.hf_model, TOKENS)
+    exported = export_gguf(path, tmp_path / "tiny.gguf")
+    with LlamaCpp(exported, n_ctx=256, kv="f32", flash_attention=False) as model:
+        got = model.logits(TOKENS)
+        text = "The thing and the rest: naïve 東京 12345\n\tx += 1"
+        assert model.text(model.tokenize(text)) == text
+    assert np.abs(got - want).max() <= 1e-3 * want.std()
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2"])
+@pytest.mark.parametrize("quant", ["q8_0", "q4_k_m", "q5_k_m", "q6_k"])
+def test_a_quantised_checkpoint_is_still_the_same_model(
+    arch: str, quant: str, packed: Callable[..., Packed], tmp_path: Path
+) -> None:
+    """Wrong scales or a wrong type for one tensor would only show as a model that has become dull."""
+    from oracles import hf
+    from oracles.llama_cpp import LlamaCpp, kl_and_top1
+
+    tiny, path = packed(arch, quant, wide=True)
+    want = hf.logits(tiny.hf_model, TOKENS)
+    with LLM(path) as llm:
+        got = llm.logits(TOKENS).numpy()
+    with LlamaCpp(export_gguf(path, tmp_path / "tiny.gguf"), n_ctx=256) as model:
+        other = model.logits(TOKENS)
+    limit = {"q8_0": 1e-3, "q6_k": 3e-3, "q5_k_m": 1e-2, "q4_k_m": 4e-2}[quant]
+    assert kl_and_top1(want, got).mean_kl <= limit
+    assert kl_and_top1(other, got).mean_kl <= 2e-3

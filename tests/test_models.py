@@ -17,8 +17,22 @@ from leanmoe.models.batch import Batch
 from leanmoe.pack import open_pack, pack_gguf
 from oracles.rewrite import Tensors, rewritten
 
-MOE = ["qwen3moe", "qwen2moe", "olmoe", "mixtral", "qwen3next", "qwen35moe", "gpt-oss", "granitemoe"]
+MOE = [
+    "qwen3moe",
+    "qwen2moe",
+    "olmoe",
+    "mixtral",
+    "qwen3next",
+    "qwen35moe",
+    "gpt-oss",
+    "granitemoe",
+    "glm4moe",
+    "minimax-m2",
+    "deepseek2",
+]
 ARCHITECTURES = [*MOE, "llama", "qwen2", "qwen3"]
+# Models that share an architecture with one above.
+KIN = ["glm4moelite", "deepseekv2lite", "deepseekv2"]
 TOKENS = Random(7).choices(range(280), k=96)
 
 PackTiny = Callable[..., tuple[Any, Path]]
@@ -44,7 +58,7 @@ def _floor(path: Path, devices: int = 1) -> int:
     return devices * max(m.layout.file_bytes for m in manifest.layers) * 2 * manifest.expert_used_count
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES + KIN)
 def test_logits_equal_those_of_transformers(arch: str, packed: PackTiny) -> None:
     """A user would otherwise run a slightly different model from the one its authors trained."""
     from oracles import hf
@@ -134,7 +148,7 @@ def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return torch.cat([llm.decoder.forward(Batch.of([(state, [t])])) for t in tokens])
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2", "qwen35moe", "deepseek2"])
 def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed: PackTiny) -> None:
     """Serving batches the tokens of several users: one must not see another's."""
     _, path = packed(arch)
@@ -160,7 +174,7 @@ def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed:
     torch.testing.assert_close(last[1], want_b[-1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "qwen3next"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen3next", "deepseek2"])
 def test_a_copied_sequence_goes_on_by_itself(arch: str, packed: PackTiny) -> None:
     """Two answers to one prompt would otherwise write into each other's memory."""
     _, path = packed(arch)
@@ -246,7 +260,7 @@ def test_the_plan_counts_what_a_sequence_keeps(arch: str, packed: PackTiny) -> N
         assert llm.decoder.new_state(200, torch.float16).nbytes == sum(d.state for d in llm.plan.devices)
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe", "deepseek2"])
 def test_the_number_of_threads_changes_no_bit(arch: str, packed: PackTiny) -> None:
     _, path = packed(arch)
     tokens = Random(3).choices(range(280), k=500)
@@ -301,7 +315,7 @@ def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: Pac
     with LLM(path) as llm:
         want = llm.logits(TOKENS)
     with LLM(path, devices=("cpu", "cpu"), cache=_floor(path, 2)) as llm:
-        assert len({len(d.layers) for d in llm.plan.devices}) == 1
+        assert all(d.layers for d in llm.plan.devices)
         assert torch.equal(llm.logits(TOKENS), want)
         assert llm.stats.evictions > 0
 
@@ -348,7 +362,7 @@ def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: Pa
     with LLM(path) as llm:
         got = llm.logits(tokens).numpy()
     agreement = kl_and_top1(want, got)
-    assert agreement.mean_kl <= 2e-3
+    assert agreement.mean_kl <= max(2e-3, 1.25 * floor.mean_kl)
     assert agreement.top1 >= min(0.98, floor.top1 - 0.01)
 
 

@@ -15,6 +15,9 @@ ARCHITECTURES = [
     "mixtral",
     "qwen3next",
     "qwen35moe",
+    "glm4moe",
+    "minimax-m2",
+    "deepseek2",
     "llama",
     "qwen2",
     "qwen3",
@@ -26,7 +29,7 @@ QUANTS = [
 SLOW_QUANTS = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "glm4moelite", "deepseekv2lite"])
 def test_a_tiny_f32_file_means_the_same_to_llama_cpp_and_to_transformers(arch: str, tmp_path: Path) -> None:
     """A wrong name, permutation or key in the test files would make every parity test of lean worthless."""
     from oracles import hf

@@ -27,6 +27,7 @@ def tiny_checkpoint(
     arch: str,
     seed: int = 0,
     *,
+    wide: bool = False,
     dtype: str = "float32",
     max_shard_size: str = "5GB",
     **overrides: Any,
@@ -37,7 +38,7 @@ def tiny_checkpoint(
     """
     import torch
 
-    model, config = tiny_hf_model(arch, seed, **overrides)
+    model, config = tiny_hf_model(arch, seed, wide=wide, **overrides)
     kind = getattr(torch, dtype)
     model.to(kind).save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)

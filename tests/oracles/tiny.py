@@ -66,7 +66,12 @@ class _Family:
     permuted: bool = False
     norm2: str = "ffn_norm"
     pre: str = "qwen2"
-    names: Mapping[str, str] = field(default_factory=dict)  # where they differ from `_BLOCK`
+    # Keys beyond the usual ones, or other values for them, from the configuration.
+    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    # Names within a block where they are not the usual ones.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Configuration of the model whose rows are whole 256-element blocks, beside `_WIDE`.
+    wide: Mapping[str, Any] = field(default_factory=dict)
     experts: Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]] = _fused_experts
     metadata: Callable[[gguf.GGUFWriter, Any], None] = lambda writer, config: None
 
@@ -116,6 +121,94 @@ _DELTA_NET: dict[str, Any] = _EXPERTS | dict(
 )
 _PARTIAL_ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 
+
+def _grouped_router_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Routing as the DeepSeek and GLM configurations put it."""
+    sigmoid = "topk_method" not in config
+    return {
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": sigmoid,
+        "expert_gating_func": 2 if sigmoid else 1,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
+
+
+def _minimax_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 2,
+    }
+
+
+def _deepseek_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of latent attention, whose cache is like one key head's."""
+    rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    keys = _grouped_router_keys(config) | {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rope,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope,
+    }
+    if config["q_lora_rank"]:
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
+    scaling = config["rope_parameters"]
+    if scaling["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": scaling["factor"],
+            "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"],
+        }
+    return keys
+
+
+_PLAIN_ROPE = dict(rope_type="default", rope_theta=10000.0)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=8.0,
+    original_max_position_embeddings=128,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+# One dense layer, then two with experts, of which one is shared.
+_LEADING_DENSE: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=0.4,
+    norm_topk_prob=True,
+)
+_LATENT: dict[str, Any] = _LEADING_DENSE | dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    rope_parameters=_YARN,
+)
+_LATENT_WIDE = dict(
+    q_lora_rank=256, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+)
+_SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+_SELECTION_BIAS = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+
 _FAMILIES = {
     "qwen3moe": _Family(
         architecture="qwen3moe",
@@ -162,6 +255,85 @@ _FAMILIES = {
         expert_width="moe_intermediate_size",
         norm2="post_attention_norm",
         pre="qwen35",
+    ),
+    "glm4moe": _Family(
+        architecture="glm4moe",
+        hf="Glm4Moe",
+        config=_LEADING_DENSE
+        | dict(head_dim=32, use_qk_norm=True, attention_bias=True)
+        | dict(rope_parameters=_PARTIAL_ROPE),
+        expert_width="moe_intermediate_size",
+        keys=_grouped_router_keys,
+        names=_SHARED_EXPERTS | _SELECTION_BIAS,
+        norm2="post_attention_norm",
+        pre="glm4",
+    ),
+    "minimax-m2": _Family(
+        architecture="minimax-m2",
+        hf="MiniMaxM2",
+        config=dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=32, head_dim=32)
+        | dict(rope_parameters=_PARTIAL_ROPE),
+        expert_width="intermediate_size",
+        keys=_minimax_keys,
+        names={"mlp.e_score_correction_bias": "exp_probs_b.bias"},
+        pre="minimax-m2",
+    ),
+    # DeepSeek-V3 and Kimi-K2: YaRN, limited groups.
+    "deepseek2": _Family(
+        architecture="deepseek2",
+        hf="DeepseekV3",
+        config=_LATENT | dict(n_group=4, topk_group=2),
+        expert_width="moe_intermediate_size",
+        keys=_deepseek_keys,
+        names=_SHARED_EXPERTS | _SELECTION_BIAS,
+        wide=_LATENT_WIDE,
+        pre="deepseek-v3",
+    ),
+    "glm4moelite": _Family(
+        architecture="deepseek2",
+        hf="Glm4MoeLite",
+        config=_LATENT | dict(rope_parameters=_PLAIN_ROPE),
+        expert_width="moe_intermediate_size",
+        keys=_deepseek_keys,
+        names=_SHARED_EXPERTS | _SELECTION_BIAS,
+        wide=_LATENT_WIDE,
+        pre="glm4",
+    ),
+    # DeepSeek-V2: softmax, groups by their best expert. llama.cpp has another rule for these.
+    "deepseekv2": _Family(
+        architecture="deepseek2",
+        hf="DeepseekV2",
+        config=_LATENT
+        | dict(
+            n_group=4,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+            n_shared_experts=2,
+            norm_topk_prob=False,
+        ),
+        expert_width="moe_intermediate_size",
+        keys=_deepseek_keys,
+        names=_SHARED_EXPERTS,
+        wide=_LATENT_WIDE,
+        pre="deepseek-llm",
+    ),
+    "deepseekv2lite": _Family(
+        architecture="deepseek2",
+        hf="DeepseekV2",
+        # llama.cpp knows the small one by its 27 layers.
+        config=_LATENT
+        | dict(
+            q_lora_rank=None,
+            topk_method="greedy",
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_hidden_layers=27,
+        ),
+        expert_width="moe_intermediate_size",
+        keys=_deepseek_keys,
+        names=_SHARED_EXPERTS,
+        wide={name: size for name, size in _LATENT_WIDE.items() if name != "q_lora_rank"},
+        pre="deepseek-llm",
     ),
     "llama": _Family("llama", "Llama", dict(intermediate_size=96), permuted=True, pre="smollm"),
     "qwen2": _Family("qwen2", "Qwen2", dict(intermediate_size=96)),
@@ -241,6 +413,7 @@ def tiny_hf_model(
     config: dict[str, Any] = _SMALL | dict(family.config)
     if wide:
         config |= _WIDE | {name: 256 for name in config if name.endswith("intermediate_size")}
+        config |= family.wide
     config |= overrides
     return _random_hf_model(family, config, seed), config
 
@@ -288,6 +461,8 @@ def _zero_centred(family: _Family, name: str) -> bool:
 def _scaled(name: str, noise: torch.Tensor, *, centred: bool) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return 0.2 * noise if centred else 1.0 + 0.2 * noise
+    if name.endswith(".e_score_correction_bias"):
+        return 0.05 * noise
     if name.endswith(("bias", "sinks", "A_log")):
         return 0.3 * noise
     if "conv1d" in name:
@@ -313,36 +488,41 @@ def _add_metadata(
 ) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    writer.add_name(f"tiny random {family.architecture}")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     rope = hf_config.rope_parameters
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_freq_base(rope["rope_theta"])
+    keys: dict[str, Any] = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": rope["rope_theta"],
+        "attention.layer_norm_rms_epsilon": hf_config.rms_norm_eps,
+        "vocab_size": config["vocab_size"],
+    }
+    if family.expert_width:
+        keys["expert_count"] = config.get("num_experts") or config.get("num_local_experts")
+        keys["expert_used_count"] = config["num_experts_per_tok"]
+    if family.expert_width == "moe_intermediate_size":
+        keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in config:
+        keys["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    if "linear_num_key_heads" in config:
+        keys["ssm.conv_kernel"] = config["linear_conv_kernel_dim"]
+        keys["ssm.state_size"] = config["linear_key_head_dim"]
+        keys["ssm.group_count"] = config["linear_num_key_heads"]
+        keys["ssm.time_step_rank"] = config["linear_num_value_heads"]
+        keys["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        keys["full_attention_interval"] = 4
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    writer.add_layer_norm_rms_eps(hf_config.rms_norm_eps)
-    writer.add_vocab_size(config["vocab_size"])
-    if family.expert_width:
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if family.expert_width == "moe_intermediate_size":
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if "shared_expert_intermediate_size" in config:
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if "linear_num_key_heads" in config:
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-        writer.add_full_attention_interval(4)
+    writer.add_name(f"tiny random {family.architecture}")
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (keys | dict(family.keys(config))).items():
+        kinds[type(value)](f"{family.architecture}.{key}", value)
     family.metadata(writer, hf_config)
 
 
@@ -401,6 +581,11 @@ _BLOCK = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -430,6 +615,12 @@ def _tensors(
             tiled = family.architecture == "qwen35moe"
             part = name.rpartition("linear_attn.")[2]
             yield from _delta_net_tensors(f"blk.{layer}", part, config, value, tiled=tiled)
+            continue
+        if part == "self_attn.kv_b_proj":
+            yield from _split_latent_products(f"blk.{layer}", config, value)
+            continue
+        if (whole := f"{part}.{suffix}") in family.names:
+            yield _Tensor(f"blk.{layer}.{family.names[whole]}", value)
             continue
         names = {"post_attention_layernorm": family.norm2} | family.names
         shorts = (names.get(part) or _BLOCK[part]).split()
@@ -485,3 +676,11 @@ def _delta_net_tensors(
     else:
         untouched = torch.arange(len(value) - value_rows)
         yield _Tensor(name, value, torch.cat((untouched, len(untouched) + rows)))
+
+
+def _split_latent_products(block: str, config: Mapping[str, Any], value: torch.Tensor) -> Iterator[_Tensor]:
+    """What makes keys and values of a latent, head by head: the part for keys transposed."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    both = value.view(heads, -1, value.shape[1])
+    yield _Tensor(f"{block}.attn_k_b.weight", both[:, :plain].transpose(1, 2))
+    yield _Tensor(f"{block}.attn_v_b.weight", both[:, plain:])

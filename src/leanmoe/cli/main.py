@@ -9,7 +9,7 @@ import typer
 from leanmoe import __version__
 from leanmoe.cli.chat import chat
 from leanmoe.cli.heat_map import heat_map
-from leanmoe.cli.pack_commands import info, pack, verify
+from leanmoe.cli.pack_commands import export, info, pack, verify
 from leanmoe.cli.plan import plan
 from leanmoe.cli.routing import profile, trace
 from leanmoe.cli.run import run
@@ -49,6 +49,7 @@ def root(
 
 for command in (
     pack,
+    export,
     info,
     verify,
     plan,

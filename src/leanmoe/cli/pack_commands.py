@@ -1,4 +1,4 @@
-"""`lean pack`, `lean info` and `lean verify`."""
+"""`lean pack`, `lean info`, `lean verify` and `lean export`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +23,16 @@ from leanmoe.convert import QUANTS, CheckpointSource
 from leanmoe.errors import UsageError
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
-from leanmoe.pack import PackProgress, Summary, default_output, pack_gguf, pack_source, summarize, verify_pack
+from leanmoe.pack import (
+    PackProgress,
+    Summary,
+    default_output,
+    export_gguf,
+    pack_gguf,
+    pack_source,
+    summarize,
+    verify_pack,
+)
 from leanmoe.units import format_bytes
 
 
@@ -91,6 +100,16 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack t
         print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; make the pack again")
         raise typer.Exit(1)
     print(f"{path}: no faults")
+
+
+def export(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="The pack.")],
+    out: Annotated[Path, typer.Argument(metavar="GGUF", help="The file to write.")],
+) -> None:
+    """Write a pack as one GGUF file, with the same tensors byte for byte."""
+    with _progress_bar("exporting") as report:
+        export_gguf(pack, out, progress=report)
+    print(out)
 
 
 @contextmanager

@@ -1,11 +1,9 @@
 """Rows of floats to rows of a tensor type's bytes."""
 
 import numpy as np
-import torch
 
 from leanmoe.convert.tensors import F32Array, U8Array
 from leanmoe.formats.quant_types import QuantType
-from leanmoe.kernels import quantize
 
 
 def encode(rows: F32Array, qtype: QuantType) -> U8Array:
@@ -24,6 +22,10 @@ def encode(rows: F32Array, qtype: QuantType) -> U8Array:
         return halves.view(np.uint8)
     if qtype.name == "BF16":
         return _bf16(rows).view(np.uint8)
+    import torch  # loaded only where something is quantised: it takes a second
+
+    from leanmoe.kernels import quantize
+
     blocks: U8Array = quantize(torch.from_numpy(rows), qtype).numpy()
     return blocks
 

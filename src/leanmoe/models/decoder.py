@@ -9,11 +9,12 @@ from leanmoe.kernels import embed, linear
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
+from leanmoe.models.latent_attention import LatentAttention
 from leanmoe.models.lookahead import Gate, attach
 from leanmoe.models.moe import DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
-from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
+from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, ModelSpec
 from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
@@ -30,7 +31,11 @@ class Mixer(Protocol):
 
 
 # Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, workers).
-_MIXERS: dict[type, Any] = {AttentionSpec: Attention, DeltaNetSpec: DeltaNet}
+_MIXERS: dict[type, Any] = {
+    AttentionSpec: Attention,
+    DeltaNetSpec: DeltaNet,
+    LatentAttentionSpec: LatentAttention,
+}
 
 
 class Layer:

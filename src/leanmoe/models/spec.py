@@ -184,6 +184,37 @@ class DeltaNetSpec:
         return 4 * (chunk * per_token + per_block + memory)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-AI 2024): one `latent` and one rotated key per token serve all `heads`.
+
+    A head's query has `plain_dim` dimensions that are not rotated, then those of `rope`; its value has `value_dim`.
+    Queries come from a latent of `query_latent`, or from the hidden state if that is 0.
+    """
+
+    heads: int
+    latent: int
+    query_latent: int
+    plain_dim: int
+    value_dim: int
+    rope: RopeSpec
+    scale: float
+
+    @property
+    def entry(self) -> int:
+        """Numbers that a token leaves: its latent and its rotated key."""
+        return self.latent + self.rope.rotary_dim
+
+    def state_bytes(self, context: int, element_bytes: int) -> int:
+        return context * self.entry * element_bytes
+
+    def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
+        head = self.plain_dim + self.rope.rotary_dim + self.value_dim + 4 * self.entry
+        # One mask serves all threads.
+        mask = 2 * 4 * min(chunk, QUERY_BLOCK) * context
+        return 4 * chunk * (self.heads * head + 2 * self.query_latent + 3 * self.entry) + mask
+
+
 Gating = Literal["softmax", "sigmoid", "chosen_softmax", "sqrt_softplus"]
 
 

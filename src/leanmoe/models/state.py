@@ -81,6 +81,29 @@ class RecurrentState:
         return RecurrentState(self.recent.clone(), self.memory.clone())
 
 
+class LatentState:
+    """What latent attention keeps in one layer: an entry of `width` numbers for each token. Any prefix stands alone."""
+
+    def __init__(self, width: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._cache = torch.empty((capacity, width), dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+    def extend(self, start: int, entries: torch.Tensor) -> torch.Tensor:
+        """Stores entries [T, width] at positions start.. and returns all up to there, [start + T, width], a view."""
+        end = start + len(entries)
+        self._cache[start:end].copy_(entries)
+        return self._cache[:end]
+
+    def copy(self, length: int) -> "LatentState":
+        capacity, width = self._cache.shape
+        other = LatentState(width, capacity, self._cache.dtype, self._cache.device)
+        other._cache[:length].copy_(self._cache[:length])
+        return other
+
+
 class SequenceState:
     """One sequence's state: `layers[i]` is what layer i keeps, with room for `capacity` tokens.
 
@@ -125,6 +148,12 @@ class SequenceState:
         self.mark = None
         if self._recurrent:
             self._go_back(self.length)
+
+    def latents(self, layer: int) -> LatentState:
+        """The state of a layer of latent attention."""
+        state = self.layers[layer]
+        assert isinstance(state, LatentState)
+        return state
 
     def reserve(self, tokens: int) -> None:
         """Checks that `tokens` more fit. Raises `UsageError` naming the context that would do."""

@@ -1,6 +1,7 @@
 """The `.lmpack` format: writing, opening and verifying packs. The format's page is docs/format.md."""
 
 from leanmoe.pack.copier import PackProgress
+from leanmoe.pack.export import export_gguf
 from leanmoe.pack.layout import ExpertLayout, Section
 from leanmoe.pack.manifest import LayerManifest, Manifest, SourceFile
 from leanmoe.pack.plan import expert_layouts
@@ -26,6 +27,7 @@ __all__ = [
     "Summary",
     "default_output",
     "expert_layouts",
+    "export_gguf",
     "is_expert_tensor",
     "open_pack",
     "pack_gguf",

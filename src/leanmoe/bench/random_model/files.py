@@ -19,7 +19,6 @@ from leanmoe.errors import UsageError
 from leanmoe.formats.gguf import GGUFFile, TensorInfo, encode_header
 from leanmoe.formats.gguf_header import DEFAULT_ALIGNMENT, parse_header
 from leanmoe.formats.gguf_values import Value, encode_pair
-from leanmoe.formats.quant_types import quant_type
 from leanmoe.pack import PackProgress, SourceFile
 from leanmoe.pack.copier import ProgressCallback
 
@@ -45,7 +44,7 @@ def virtual_file(path: Path, made: Network, mixture: str, name: str, about: str)
         "general.quantization_version": 2,
     }
     keys |= made.keys | tokenizer_metadata(made.shape.vocab, made.shape.pre)
-    infos = [(name, ne, quant_type(types[name])) for name, ne in made.tensors]
+    infos = [(name, ne, types[name]) for name, ne in made.tensors]
     header, offsets = encode_header(list(starmap(encode_pair, keys.items())), infos, DEFAULT_ALIGNMENT)
     _, ne, qtype = infos[-1]
     nbytes = len(header) + offsets[-1] + qtype.row_bytes(ne[0]) * prod(ne[1:])

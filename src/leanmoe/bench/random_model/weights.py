@@ -11,9 +11,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from leanmoe.bench.random_model.blocks import F32, U8, encode, random_rows
+from leanmoe.bench.random_model.blocks import F32, U8, random_rows
 from leanmoe.bench.random_model.locality import Walk
 from leanmoe.bench.random_model.networks import Network
+from leanmoe.convert.encode import encode
 from leanmoe.formats.gguf import TensorInfo
 
 _UNIT_BYTES = 1 << 20
@@ -48,10 +49,10 @@ class Weights:
         if self.walk is not None and tensor.name in ("token_embd.weight", "output.weight"):
             tokens = np.arange(rows) + index * (size // row)
             given = self.walk.embeddings if tensor.name == "token_embd.weight" else self.walk.outputs
-            return encode(tensor.qtype, given(tokens)).reshape(-1)
+            return encode(given(tokens), tensor.qtype).reshape(-1)
         values = self._vector(tensor.name, rng, rows, columns)
         if values is not None:
-            return encode(tensor.qtype, values).reshape(-1)
+            return encode(values, tensor.qtype).reshape(-1)
         return random_rows(rng, tensor.qtype, rows, columns, self._std(tensor)).reshape(-1)
 
     def _random(self, name: str, index: int) -> np.random.Generator:

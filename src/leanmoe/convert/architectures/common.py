@@ -24,6 +24,7 @@ DENSE_FFN = {
     "mlp.down_proj": "ffn_down",
 }
 ROUTER = {"mlp.gate": "ffn_gate_inp"}
+SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 # Buffers that follow from the configuration, and the scales of activations, which are not rounded here.
 IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r".*\.(input|activation)_scale")
 
@@ -129,6 +130,31 @@ def expert_metadata(config: Config) -> dict[str, Value]:
         "expert_count": expert_count(config),
         "expert_used_count": config.integer("num_experts_per_tok"),
     }
+
+
+def grouped_router_metadata(config: Config, *, gating: int) -> dict[str, Value]:
+    """Keys of routed and shared experts where the first layers are dense, as DeepSeek and GLM put them.
+
+    `gating` is GGUF's number for what makes probabilities of a router's logits.
+    """
+    groups = config.integer("n_group", default=1)
+    return {
+        **expert_metadata(config),
+        "expert_feed_forward_length": config.integer("moe_intermediate_size"),
+        "expert_shared_count": config.integer("n_shared_experts", default=0),
+        "leading_dense_block_count": config.integer("first_k_dense_replace", default=0),
+        "expert_weights_scale": config.number("routed_scaling_factor", default=1.0),
+        "expert_weights_norm": config.flag("norm_topk_prob"),
+        "expert_gating_func": gating,
+        "expert_group_count": groups,
+        "expert_group_used_count": config.integer("topk_group", default=groups),
+    }
+
+
+def selection_bias(block: Block, name: str) -> Iterator[Named]:
+    """The bias that takes part in the choice of experts alone, where there is one."""
+    if block.has(name):
+        yield "exp_probs_b.bias", block.take(name)
 
 
 def expert_count(config: Config) -> int:

@@ -195,6 +195,11 @@ def read_spec(
     )
 
 
+def shared_expert_width(meta: Metadata, expert_width: int) -> int:
+    """Width of the shared expert: that of so many routed ones."""
+    return meta.integer("expert_shared_count", 0, high=MAX_EXPERTS) * expert_width
+
+
 def qwen_expert_width(meta: Metadata, router: RouterSpec | None) -> int:
     """Width of one expert's FFN; old Qwen files give only the sum over the chosen ones."""
     if router is None:

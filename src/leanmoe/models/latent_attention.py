@@ -1,0 +1,113 @@
+"""Multi-head latent attention (DeepSeek-AI 2024), absorbed: heads attend to the latents themselves.
+
+A head's key is `W_k c` for the latent c, and q . (W_k c) = (W_k^T q) . c. So W_k moves to the query, W_v to what
+was mixed, and one latent with one rotated key is all that a token leaves behind, whatever the number of heads.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from leanmoe.kernels import Weight, linear
+from leanmoe.models.batch import Batch
+from leanmoe.models.norm import RMSNorm
+from leanmoe.models.rope import Rope, RopeTables
+from leanmoe.models.spec import QUERY_BLOCK, LatentAttentionSpec, ModelSpec
+from leanmoe.models.state import LatentState
+from leanmoe.models.trunk import Trunk
+from leanmoe.models.workers import Workers
+
+# Heads that one task attends with. Fixed, so that the bits do not depend on the number of threads.
+_HEADS = 16
+
+
+class LatentAttention:
+    """One layer of it: queries (through their own latent where there is one), one latent, heads' products, output."""
+
+    def __init__(
+        self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int, workers: Workers
+    ) -> None:
+        a, prefix = mixer, f"blk.{layer}.attn_"
+        self.spec, self.layer, self.workers = a, layer, workers
+        self.rope = Rope(a.rope)
+        query = a.heads * (a.plain_dim + a.rope.rotary_dim)
+        if a.query_latent:
+            self.q_down = trunk.weight(prefix + "q_a.weight", a.query_latent, spec.hidden)
+            self.q_norm = RMSNorm(trunk.vector(prefix + "q_a_norm.weight", a.query_latent), spec.eps)
+            self.q = trunk.weight(prefix + "q_b.weight", query, a.query_latent)
+        else:
+            self.q = trunk.weight(prefix + "q.weight", query, spec.hidden)
+        self.down = trunk.weight(prefix + "kv_a_mqa.weight", a.entry, spec.hidden)
+        self.norm = RMSNorm(trunk.vector(prefix + "kv_a_norm.weight", a.latent), spec.eps)
+        self.to_latent = trunk.weights(prefix + "k_b.weight", a.heads, a.latent, a.plain_dim)
+        self.from_latent = trunk.weights(prefix + "v_b.weight", a.heads, a.value_dim, a.latent)
+        self.out = trunk.weight(prefix + "output.weight", spec.hidden, a.heads * a.value_dim)
+
+    def new_state(self, capacity: int, dtype: torch.dtype) -> LatentState:
+        """Room for the latents and rotated keys of `capacity` tokens of one sequence."""
+        return LatentState(self.spec.entry, capacity, dtype, self.out.data.device)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]; stores an entry for each of the N tokens in its sequence."""
+        a, turn = self.spec, tables.of(self.rope, x.device)
+        entries = linear(self.down, x)
+        keys = self.rope.apply(entries[:, None, a.latent :], turn)[:, 0]
+        entries = torch.cat((self.norm(entries[:, : a.latent]), keys), dim=-1)
+        queries = self._queries(x, turn)
+        mixed = torch.empty_like(queries)
+        for s in batch.segments:
+            known = s.state.latents(self.layer).extend(s.start, entries[s.rows])
+            _attend(queries[s.rows], known, a.scale, mixed[s.rows], self.workers)
+        values = _each(self.from_latent, mixed[..., : a.latent])
+        return linear(self.out, values.flatten(1))
+
+    def _queries(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Each head's query for entries [N, heads, entry]."""
+        a = self.spec
+        given = self.q_norm(linear(self.q_down, x)) if a.query_latent else x
+        q = linear(self.q, given).view(len(x), a.heads, -1)
+        plain, rotated = q[..., : a.plain_dim], q[..., a.plain_dim :]
+        return torch.cat((_each(self.to_latent, plain), self.rope.apply(rotated, turn)), dim=-1)
+
+
+def _each(weights: Sequence[Weight], x: torch.Tensor) -> torch.Tensor:
+    """Head h of x [N, heads, cols] times weight h [rows, cols] -> [N, heads, rows]."""
+    return torch.stack([linear(w, x[:, h].contiguous()) for h, w in enumerate(weights)], dim=1)
+
+
+def _attend(
+    queries: torch.Tensor, known: torch.Tensor, scale: float, out: torch.Tensor, workers: Workers
+) -> None:
+    """Causal attention of the last T positions. queries, out [T, heads, E]; known [S, E], S >= T.
+
+    The entries are the values too. The last numbers of a mix, those of the rotated keys, mean nothing; to have
+    them computed is cheaper than values of another width than keys.
+    """
+    tokens, heads, _ = queries.shape
+    total = len(known)
+    queries = queries.to(known.dtype)
+
+    def one_token(part: slice) -> None:
+        # The only query sees every entry, so heads can stand as queries: no mask.
+        mixed = scaled_dot_product_attention(
+            queries[None, :, part], known[None, None], known[None, None], scale=scale
+        )
+        out[:, part].copy_(mixed[0])
+
+    def block(mask: torch.Tensor, begin: int, end: int, part: slice) -> None:
+        some = queries[begin:end, part].transpose(0, 1)[None]
+        seen = known[: mask.shape[1]].expand(1, some.shape[1], -1, -1)
+        mixed = scaled_dot_product_attention(some, seen, seen, attn_mask=mask, scale=scale)
+        out[begin:end, part].copy_(mixed[0].transpose(0, 1))
+
+    parts = [slice(begin, begin + _HEADS) for begin in range(0, heads, _HEADS)]
+    if tokens == 1:
+        workers.run([partial(one_token, part) for part in parts])
+        return
+    for begin in range(0, tokens, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, tokens)
+        seen = total - tokens + end
+        mask = torch.ones(end - begin, seen, dtype=torch.bool, device=out.device).tril(seen - (end - begin))
+        workers.run([partial(block, mask, begin, end, part) for part in parts])
