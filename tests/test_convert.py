@@ -13,8 +13,12 @@ from leanmoe.convert import CheckpointSource
 from leanmoe.pack import export_gguf, pack_source, verify_pack
 from oracles.tiny import ARCHITECTURES, gpt_oss_rope
 
-# llama.cpp rounds the bounds of gpt-oss's YaRN to whole pairs, whatever the model was trained with.
-LLAMA_CPP = {"gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)}}
+# llama.cpp rounds the bounds of gpt-oss's YaRN to whole pairs, and ranks DeepSeek-V2's groups of experts by the sum of
+# the best two, whatever the model was trained with.
+LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)},
+    "deepseekv2": {"topk_method": "greedy"},
+}
 TOKENS = Random(7).choices(range(280), k=64)
 Packed = tuple[Any, Path]
 
