@@ -29,6 +29,7 @@ MOE = [
     "glm4moe",
     "minimax-m2",
     "deepseek2",
+    "gemma4",
 ]
 ARCHITECTURES = [*MOE, "llama", "qwen2", "qwen3"]
 # Models that share an architecture with one above.

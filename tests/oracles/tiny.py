@@ -73,6 +73,7 @@ class _Family:
     # Configuration of the model whose rows are whole 256-element blocks, beside `_WIDE`.
     wide: Mapping[str, Any] = field(default_factory=dict)
     experts: Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]] = _fused_experts
+    renamed: Mapping[str, str] = field(default_factory=dict)  # whole names, with their suffix
     metadata: Callable[[gguf.GGUFWriter, Any], None] = lambda writer, config: None
 
 
@@ -92,6 +93,32 @@ def _granite_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_logit_scale(config.logits_scaling)
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _gemma4_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    near, full = (config.per_layer_config[sliding.index(window)] for window in (True, False))
+    writer.add_head_count_kv(
+        [near.num_key_value_heads if window else full.num_key_value_heads for window in sliding]
+    )
+    writer.add_key_length_swa(near.head_dim)
+    writer.add_value_length_swa(near.head_dim)
+    writer.add_rope_dimension_count_swa(near.head_dim)
+    writer.add_key_length(full.head_dim)
+    writer.add_value_length(full.head_dim)
+    writer.add_rope_dimension_count(full.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_expert_used_count(config.top_k_experts)
+    half = full.head_dim // 2
+    turned = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * half)
+    divisors = np.array([1.0] * turned + [1e30] * (half - turned), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def gpt_oss_rope(*, whole_pairs: bool) -> dict[str, Any]:
@@ -118,6 +145,21 @@ _DELTA_NET: dict[str, Any] = _EXPERTS | dict(
     linear_key_head_dim=16,
     linear_value_head_dim=16,
     linear_conv_kernel_dim=4,
+)
+_GEMMA4: dict[str, Any] = _EXPERTS | dict(
+    num_hidden_layers=4,
+    layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    top_k_experts=2,
+    enable_moe_block=True,
+    head_dim=32,
+    global_head_dim=64,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    sliding_window=8,
+    final_logit_softcapping=30.0,
+    hidden_size_per_layer_input=0,
 )
 _PARTIAL_ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
 
@@ -347,11 +389,33 @@ _FAMILIES = {
         pre="gpt-4o",
         norm2="post_attention_norm",
         names={
-            "self_attn": "attn_sinks",
             "mlp.router": "ffn_gate_inp",
         },
+        renamed={"self_attn.sinks": "attn_sinks.weight"},
         experts=_interleaved_experts,
         metadata=_gpt_oss_metadata,
+    ),
+    "gemma4": _Family(
+        architecture="gemma4",
+        hf="Gemma4",
+        config=_GEMMA4,
+        expert_width="moe_intermediate_size",
+        norm2="post_attention_norm",
+        names={
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "router.proj": "ffn_gate_inp",
+        },
+        renamed={
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "layer_scalar": "layer_output_scale.weight",
+            "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        },
+        metadata=_gemma4_metadata,
     ),
     "granitemoe": _Family(
         architecture="granitemoe",
@@ -437,7 +501,7 @@ def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "
     return model
 
 
-_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "sparse_moe.router.weight")
+_ROUTERS = ("router.proj.weight", "mlp.gate.weight", "mlp.router.weight", "sparse_moe.router.weight")
 
 
 def _lean_to_experts_and_successors(state: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
@@ -459,7 +523,7 @@ def _zero_centred(family: _Family, name: str) -> bool:
 
 
 def _scaled(name: str, noise: torch.Tensor, *, centred: bool) -> torch.Tensor:
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "scalar")):
         return 0.2 * noise if centred else 1.0 + 0.2 * noise
     if name.endswith(".e_score_correction_bias"):
         return 0.05 * noise
@@ -499,7 +563,7 @@ def _add_metadata(
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": rope["rope_theta"],
+        "rope.freq_base": rope.get("rope_theta", 10000.0),
         "attention.layer_norm_rms_epsilon": hf_config.rms_norm_eps,
         "vocab_size": config["vocab_size"],
     }
@@ -607,7 +671,10 @@ def _tensors(
             yield _Tensor(f"{_TOP[stem]}.{suffix}", value, changed=_change(family, name))
             continue
         layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        if part.endswith(".experts"):
+        if renamed := family.renamed.get(f"{part}.{suffix}".lstrip(".")):
+            yield _Tensor(f"blk.{layer}.{renamed}", value)
+            continue
+        if part.rpartition(".")[2] == "experts":
             for end, tensor in family.experts(suffix, value):
                 yield _Tensor(f"blk.{layer}.{end}", tensor)
             continue
@@ -627,8 +694,7 @@ def _tensors(
         for short, piece in zip(shorts, value.chunk(len(shorts)), strict=True):
             rows = _interleaved(heads[short], len(piece)) if family.permuted and short in heads else None
             flat = piece[0] if short == "ffn_gate_inp_shexp" else piece
-            end = "weight" if suffix == "sinks" else suffix
-            yield _Tensor(f"blk.{layer}.{short}.{end}", flat, rows, changed=_change(family, name))
+            yield _Tensor(f"blk.{layer}.{short}.{suffix}", flat, rows, changed=_change(family, name))
 
 
 def _change(family: _Family, name: str) -> str:

@@ -280,7 +280,8 @@ def _too_small(
 def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> int:
     """Upper estimate of the activations alive at once while `threads` threads compute `chunk` tokens."""
     router = spec.router
-    dense = 3 * max(spec.dense_width if len(spec.moe_layers) < spec.layers else 0, spec.shared_width)
+    has_dense = spec.dense_beside_experts or len(spec.moe_layers) < spec.layers
+    dense = 3 * max(spec.dense_width if has_dense else 0, spec.shared_width)
     moe = router.top_k * (2 * spec.hidden + 3 * spec.expert_width) + 4 * router.experts if router else 0
     mixing = max(mixer.scratch_bytes(chunk, context, threads) for mixer in set(spec.mixers))
     return 4 * chunk * 6 * spec.hidden + max(mixing, 4 * chunk * max(dense, moe)) + 3 * 4 * spec.vocab

@@ -26,11 +26,12 @@ class Attention:
     ) -> None:
         a, prefix = mixer, f"blk.{layer}."
         self.spec, self.layer, self.workers = a, layer, workers
-        self.rope = Rope(a.rope, trunk.vector_if_present("rope_freqs.weight", a.rope.rotary_dim // 2))
+        divisors = ("rope_freqs.weight", a.rope.rotary_dim // 2)
+        self.rope = Rope(a.rope, trunk.vector_if_present(*divisors) if a.rope.divided else None)
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.q = trunk.weight(prefix + "attn_q.weight", q_size * (2 if a.gated else 1), spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
-        self.v = trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
+        self.v = None if a.shared_kv else trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
         self.out = trunk.weight(prefix + "attn_output.weight", spec.hidden, q_size)
         self.q_bias = None if a.gated else trunk.vector_if_present(prefix + "attn_q.bias", q_size)
         self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
@@ -45,6 +46,8 @@ class Attention:
             self.k_norm = RMSNorm(
                 trunk.vector(prefix + "attn_k_norm.weight", kv_size if whole else a.head_dim), spec.eps
             )
+        if a.v_norm:
+            self.v_norm = RMSNorm(torch.ones(a.head_dim, device=self.k.data.device), spec.eps)
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> KVState:
         """Room for the keys and values of `capacity` tokens of one sequence."""
@@ -53,10 +56,8 @@ class Attention:
     def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
-        q, k, v = (
-            _biased(linear(w, x), b)
-            for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
-        )
+        q, k = _biased(linear(self.q, x), self.q_bias), _biased(linear(self.k, x), self.k_bias)
+        v = k if self.v is None else _biased(linear(self.v, x), self.v_bias)
         if a.gated:
             q, gate = (t.flatten(1) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
         if a.qk_norm == "full":
@@ -64,6 +65,8 @@ class Attention:
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
         if a.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if a.v_norm:
+            v = self.v_norm(v)
         turn = tables.of(self.rope, x.device)
         q, k = self.rope.apply(q, turn), self.rope.apply(k, turn)
         mixed = torch.empty_like(q)

@@ -11,7 +11,7 @@ from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.latent_attention import LatentAttention
 from leanmoe.models.lookahead import Gate, attach
-from leanmoe.models.moe import DenseFFN, FeedForward, MoE
+from leanmoe.models.moe import DenseBesideMoE, DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
 from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, ModelSpec
@@ -39,7 +39,10 @@ _MIXERS: dict[type, Any] = {
 
 
 class Layer:
-    """`h = x + s mixer(norm1(x)); y = h + s ffn(norm2(h))`, where `s` is the residual scale."""
+    """`h = x + s mixer(norm1(x)); y = h + s ffn(norm2(h))`, where `s` is the residual scale.
+
+    Some models norm what is added, and scale y as a whole.
+    """
 
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None, workers: Workers
@@ -52,13 +55,31 @@ class Layer:
         self.ffn: FeedForward
         if index in spec.moe_layers:
             assert pool is not None
-            self.ffn = MoE(trunk, spec, index, pool)
+            self.ffn = (DenseBesideMoE if spec.dense_beside_experts else MoE)(trunk, spec, index, pool)
         else:
-            self.ffn = DenseFFN(trunk, spec.hidden, spec.dense_width, index)
+            self.ffn = DenseFFN(trunk, spec, spec.dense_width, index)
+        self.post1: RMSNorm | None = None
+        self.post2: RMSNorm | None = None
+        if spec.post_norms:
+            self.post1, self.post2 = (
+                RMSNorm(trunk.vector(f"{prefix}{name}.weight", spec.hidden), spec.eps)
+                for name in ("post_attention_norm", "post_ffw_norm")
+            )
+        self.output_scale = trunk.vector_if_present(prefix + "layer_output_scale.weight", 1)
 
     def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        h = x.add(self.mixer(self.norm1(x), batch, tables), alpha=self.scale)
-        return h.add(self.ffn(self.norm2(h), batch.phase, h), alpha=self.scale)
+        h = self._plus(x, self.mixer(self.norm1(x), batch, tables), self.post1)
+        y = self._plus(h, self.ffn(self.norm2(h), batch.phase, h), self.post2)
+        return y if self.output_scale is None else y.mul_(self.output_scale)
+
+    def _plus(self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        return x.add(more if norm is None else norm(more), alpha=self.scale)
+
+    @property
+    def moe(self) -> MoE | None:
+        """The layer's routed experts."""
+        ffn = self.ffn.moe if isinstance(self.ffn, DenseBesideMoE) else self.ffn
+        return ffn if isinstance(ffn, MoE) else None
 
 
 class Decoder:
@@ -87,10 +108,10 @@ class Decoder:
 
     def _look_ahead(self, pool: ExpertPool) -> None:
         """Lets each layer's picks and state predict the layers after it that are on the same device."""
-        routed = [(layer, layer.ffn) for layer in self.layers if isinstance(layer.ffn, MoE)]
+        routed = [(layer, layer.moe) for layer in self.layers if layer.moe is not None]
         for device in dict.fromkeys(self.devices):
             here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
-            gates = [Gate(moe.layer, layer.norm2, moe.router) for layer, moe in here]
+            gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
             for (_, moe), ahead in zip(here, attach(pool, gates), strict=True):
                 moe.look_ahead = ahead
 
@@ -117,7 +138,9 @@ class Decoder:
             s.state.advance(s.rows.stop - s.rows.start)
         wanted = self.norm(x[batch.logit_rows.to(x.device)])
         logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
-        return _scaled(logits, self.spec.logit_scale)
+        logits = _scaled(logits, self.spec.logit_scale)
+        cap = self.spec.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:

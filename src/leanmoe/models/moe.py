@@ -1,14 +1,16 @@
 """The feed-forward half of a layer: routed experts (with an optional shared one), or a dense FFN."""
 
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import ExpertBatch, linear, moe_ffn
 from leanmoe.models.lookahead import LookAhead
+from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.trunk import Trunk
@@ -20,24 +22,25 @@ class FeedForward(Protocol):
 
 
 class DenseFFN:
-    """SwiGLU: `down(silu(gate x) * up x)`. `suffix` is "" or "_shexp" (the shared expert)."""
+    """`down(act(gate x) * up x)`, where `act` is silu or gelu. `suffix` is "" or "_shexp" (the shared expert)."""
 
-    def __init__(self, trunk: Trunk, hidden: int, width: int, layer: int, suffix: str = "") -> None:
-        prefix = f"blk.{layer}.ffn_"
+    def __init__(self, trunk: Trunk, spec: ModelSpec, width: int, layer: int, suffix: str = "") -> None:
+        prefix, hidden = f"blk.{layer}.ffn_", spec.hidden
+        self.activation = partial(gelu, approximate="tanh") if spec.activation == "gelu" else silu
         self.gate = trunk.weight(f"{prefix}gate{suffix}.weight", width, hidden)
         self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
         self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
-        return linear(self.down, silu(linear(self.gate, x)).mul_(linear(self.up, x)))
+        return linear(self.down, self.activation(linear(self.gate, x)).mul_(linear(self.up, x)))
 
 
 class SharedExpert:
     """A dense FFN beside the routed experts, scaled by `sigmoid(w x)` where the model has such a gate."""
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int) -> None:
-        self.ffn = DenseFFN(trunk, spec.hidden, spec.shared_width, layer, "_shexp")
+        self.ffn = DenseFFN(trunk, spec, spec.shared_width, layer, "_shexp")
         name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
         self.gate = trunk.weight(name, 1, spec.hidden) if trunk.has(name) else None
 
@@ -61,10 +64,15 @@ class MoE:
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
         self.look_ahead: LookAhead | None = None
+        # Where the file scales what the router sees, that is h under a norm of its own.
+        self.router_norm: RMSNorm | None = None
+        if trunk.has(scale := f"blk.{layer}.ffn_gate_inp.scale"):
+            weight = trunk.vector(scale, spec.hidden) * spec.hidden**-0.5
+            self.router_norm = RMSNorm(weight, spec.eps)
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
-        ids, weights, chances = self.router(x)
+        ids, weights, chances = self.router(x if self.router_norm is None else self.router_norm(h))
         n, k = ids.shape
         outputs = torch.empty(n * k, x.shape[1], device=x.device)
         rows = _rows_by_expert(ids)
@@ -84,6 +92,23 @@ class MoE:
                 moe_ffn(self.layout, batch, x, outputs, self.activation)
         routed = _weighted_sum(outputs.view(n, k, -1), weights)
         return routed if shared is None else routed.add_(shared)
+
+
+class DenseBesideMoE:
+    """`norm1(dense(x)) + norm2(moe(norm(h)))`: the dense FFN and the experts see h under different norms."""
+
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
+        self.dense = DenseFFN(trunk, spec, spec.dense_width, layer)
+        self.moe = MoE(trunk, spec, layer, pool)
+        self.dense_norm, self.moe_norm, self.before_moe = (
+            RMSNorm(trunk.vector(f"blk.{layer}.{name}.weight", spec.hidden), spec.eps)
+            for name in ("post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2")
+        )
+
+    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] is h as the dense FFN sees it -> [N, hidden]."""
+        routed = self.moe_norm(self.moe(self.before_moe(h), phase, h))
+        return self.dense_norm(self.dense(x, phase, h)).add_(routed)
 
 
 def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:

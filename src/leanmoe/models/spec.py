@@ -49,6 +49,18 @@ class Metadata:
             raise FormatError(f"{self.source}: {self.arch}.{key} is {value!r}; wanted true or false")
         return value
 
+    def integers(self, key: str, count: int, *, low: int = 0, high: int = 2**31) -> list[int]:
+        """The whole numbers at `ARCH.key` in [low, high], one for each of `count` layers, or one for all of them."""
+        value = self.values.get(f"{self.arch}.{key}")
+        if value is None or not hasattr(value, "__len__") or isinstance(value, str | bytes):
+            return [self.integer(key, low=low, high=high)] * count
+        items = [int(item) for item in value[:count]]
+        if len(items) < count or not all(low <= item <= high for item in items):
+            raise FormatError(
+                f"{self.source}: {self.arch}.{key} is {value!r}; wanted {count} numbers from {low} to {high}"
+            )
+        return items
+
     def flags(self, key: str, count: int) -> list[bool] | None:
         """The array of `count` truth values, one for each layer; None if the key is missing or no array."""
         value = self.values.get(f"{self.arch}.{key}")
@@ -102,6 +114,7 @@ class RopeSpec:
     original_context: int = 0
     yarn: YarnRange = YarnRange()
     magnitude: float = 1.0  # multiplies cos and sin
+    divided: bool = True  # by `rope_freqs.weight`, where the file has it
 
 
 class MixerSpec(Protocol):
@@ -124,7 +137,8 @@ class AttentionSpec:
     `qk_norm`: RMSNorm of q and k before rope, per "head", over the "full" projection, or None. With `gated`,
     `attn_q` gives each head its query and then a gate of the same size, whose sigmoid scales what the head saw.
     A query sees the last `window` keys, its own included. With `sinks`, each head has a score that only takes its
-    share of the softmax.
+    share of the softmax. With `v_norm`, each value head is normed, without a weight; with `shared_kv`, values are
+    made from what the keys are made from.
     """
 
     heads: int
@@ -136,6 +150,8 @@ class AttentionSpec:
     gated: bool = False
     window: int | None = None
     sinks: bool = False
+    v_norm: bool = False
+    shared_kv: bool = False
 
     def state_bytes(self, context: int, element_bytes: int) -> int:
         return context * 2 * self.kv_heads * self.head_dim * element_bytes
@@ -243,7 +259,8 @@ class ModelSpec:
     """One model's shape. `mixers[i]` is layer i's; `router` is None for a dense model.
 
     `norm2` names the norm before the FFN. The scales multiply the embeddings, what each half of a layer adds to
-    the residual stream, and the logits.
+    the residual stream, and the logits; with a `logit_cap` c, logits x become c tanh(x / c). With `post_norms`, what
+    each half adds is normed first. `dense_beside_experts`: a layer with experts has a dense FFN of `dense_width` too.
     """
 
     architecture: str
@@ -263,6 +280,9 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    post_norms: bool = False
+    dense_beside_experts: bool = False
 
     @property
     def layers(self) -> int:
