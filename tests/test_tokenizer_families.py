@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 VOCABULARIES = (
     *("aquila", "baichuan", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "gpt-neox"),
-    *("llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+    *("llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder", "gemma-4"),
 )
 # Code points around every border at which a category begins or a special rule of a family applies.
 _BLOCKS = (
@@ -81,6 +81,8 @@ def test_real_vocabulary_gives_the_recorded_ids(name: str, models: Path) -> None
         [int(token) for token in line.split()] for line in Path(f"{path}.out").read_text().split("\n")
     ]
     assert len(texts) > 40
+    if len(recorded) > len(texts) and not recorded[-1]:
+        recorded.pop()  # the last line has an end, in some files
     assert [tokenizer.encode(text, parse_special=False, add_special=False) for text in texts] == recorded
 
 

@@ -32,6 +32,19 @@ _PROBES = (
     "(x+=1)//foo/bar!!\n\n/ #!@$%^&* _a_ \n x",
 )
 _SPECIAL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_BYTE_SHAPE = re.compile("<0x[0-9A-F]{2}>")
+# Control tokens in the tokenizer of Gemma 4 that a reader of its answers must see.
+_VISIBLE = frozenset(
+    (
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    )
+)
 _IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -70,7 +83,9 @@ def tokenizer_metadata(folder: Path, config: Config, pre: Sequence[str]) -> dict
     model = document.get("model") or {}
     if model and not isinstance(model, dict):
         raise FormatError(f"{json_path}: 'model' is no object")
-    if model_path.exists() and (not model or model.get("byte_fallback")):
+    if model.get("type") == "BPE" and model.get("byte_fallback") and "gemma4" in pre:
+        keys = _by_character(vocabulary, model, json_path)
+    elif model_path.exists() and (not model or model.get("byte_fallback")):
         keys = _sentencepiece(vocabulary, read_pieces(model_path))
     elif model.get("type") in (None, "BPE") and model.get("byte_fallback"):
         keys = _sentencepiece_from_json(vocabulary, model, json_path)
@@ -86,7 +101,7 @@ def tokenizer_metadata(folder: Path, config: Config, pre: Sequence[str]) -> dict
         "tokenizer.ggml.tokens": vocabulary.tokens,
         "tokenizer.ggml.token_type": vocabulary.kinds,
     }
-    if keys["tokenizer.ggml.model"] == "llama":
+    if keys["tokenizer.ggml.model"] != "gpt2":
         keys["tokenizer.ggml.scores"] = vocabulary.scores
     return keys | _special_ids(vocabulary, folder, config, settings, document) | _templates(folder, settings)
 
@@ -94,17 +109,34 @@ def tokenizer_metadata(folder: Path, config: Config, pre: Sequence[str]) -> dict
 def _byte_level(
     vocabulary: _Vocabulary, model: Mapping[str, Any], path: Path, pre: Sequence[str]
 ) -> dict[str, Value]:
-    try:
-        for text, token in model["vocab"].items():
-            vocabulary.put(token, text, NORMAL)
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FormatError(f"{path}: its BPE model is malformed: {error!r}") from None
+    merges = _merges(vocabulary, model, path)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _word_split(path, bool(model.get("ignore_merges")), pre),
         "tokenizer.ggml.merges": merges,
     }
+
+
+def _by_character(vocabulary: _Vocabulary, model: Mapping[str, Any], path: Path) -> dict[str, Value]:
+    """Gemma 4: merges on characters, and tokens for single bytes. Readers that want scores find zeros."""
+    merges = _merges(vocabulary, model, path)
+    unknown = model.get("unk_token")
+    for token, text in enumerate(vocabulary.tokens):
+        if text == unknown:
+            vocabulary.kinds[token] = UNKNOWN
+        elif _BYTE_SHAPE.fullmatch(text):
+            vocabulary.kinds[token] = BYTE
+    return {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+
+
+def _merges(vocabulary: _Vocabulary, model: Mapping[str, Any], path: Path) -> list[str]:
+    """Fills the vocabulary and returns the merges, "left right" in order of rank."""
+    try:
+        for text, token in model["vocab"].items():
+            vocabulary.put(token, text, NORMAL)
+        return [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FormatError(f"{path}: its BPE model is malformed: {error!r}") from None
 
 
 def _word_split(path: Path, ignore_merges: bool, preferred: Sequence[str]) -> str:
@@ -115,7 +147,7 @@ def _word_split(path: Path, ignore_merges: bool, preferred: Sequence[str]) -> st
         raise FormatError(f"{path}: cannot be read as a tokenizer: {error}") from None
     if own is None:
         raise UnsupportedError(f"{path}: has no word split; one that GGUF has a name for was wanted")
-    names = [*dict.fromkeys([*preferred, *PRE_TOKENIZERS])]
+    names = [*dict.fromkeys([*(name for name in preferred if name in PRE_TOKENIZERS), *PRE_TOKENIZERS])]
     for probe in _PROBES:
         words = [word for word, _ in own.pre_tokenize_str(probe)]
         found = [name for name in names if _words(PRE_TOKENIZERS[name], probe) == words]
@@ -152,7 +184,7 @@ def _sentencepiece_from_json(
             ranks.setdefault(left + right, rank)
         unknown = model.get("unk_token")
         for text, token in model["vocab"].items():
-            kind = UNKNOWN if text == unknown else BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else NORMAL
+            kind = UNKNOWN if text == unknown else BYTE if _BYTE_SHAPE.fullmatch(text) else NORMAL
             vocabulary.put(token, text, kind, -float(ranks.get(text, len(ranks))))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"{path}: its BPE model is malformed: {error!r}") from None
@@ -170,7 +202,8 @@ def _add_added_tokens(
             text, special = entry["content"], bool(entry.get("special"))
             if token < len(vocabulary.kinds) and vocabulary.kinds[token] in (UNKNOWN, BYTE):
                 continue
-            kind = CONTROL if special or _SPECIAL_SHAPE.fullmatch(text) else USER_DEFINED
+            control = (special or _SPECIAL_SHAPE.fullmatch(text)) and text not in _VISIBLE
+            kind = CONTROL if control else USER_DEFINED
             vocabulary.put(token, text, kind)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"{path}: its added tokens are malformed: {error!r}") from None

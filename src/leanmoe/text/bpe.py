@@ -1,12 +1,13 @@
-"""Byte-level byte-pair encoding (`tokenizer.ggml.model` = `gpt2`), done by the `tokenizers` library."""
+"""Byte-pair encoding by ranked merges, done by the `tokenizers` library: on bytes or on characters."""
 
 from collections.abc import Mapping, Sequence
 
 import tokenizers
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from leanmoe.errors import FormatError
 from leanmoe.text.pretokenizers import PreTokenizer
+from leanmoe.text.sentencepiece import SPACE
 
 
 def _byte_characters() -> tuple[str, ...]:
@@ -24,7 +25,7 @@ _BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(_BYTE_CHA
 
 
 class ByteLevelBpe:
-    """Turns plain text (no special tokens) into ids and token texts into bytes."""
+    """`tokenizer.ggml.model` = `gpt2`: turns plain text (no special tokens) into ids, token texts into bytes."""
 
     def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pre: PreTokenizer) -> None:
         """`ids` maps token texts to ids, `merges` lists "left right" in rank order.
@@ -57,6 +58,24 @@ class ByteLevelBpe:
             return bytes([_BYTE_OF_CHARACTER[character] for character in text])
         except KeyError:
             return text.encode(errors="replace")
+
+
+class CharacterBpe:
+    """`tokenizer.ggml.model` = `gemma4`: whole lines, with `▁` for spaces; a character without a token as its bytes."""
+
+    def __init__(self, ids: Mapping[str, int], merges: Sequence[str]) -> None:
+        """As for `ByteLevelBpe`; the tokens of bytes are spelt `<0xAB>`. Raises `FormatError`."""
+        self._ids = ids
+        self._tokenizer = tokenizers.Tokenizer(
+            models.BPE(vocab=dict(ids), merges=_split_merges(merges, ids), byte_fallback=True)
+        )
+        self._tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, which holds no special tokens and no lone surrogates."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def _split_merges(merges: Sequence[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from leanmoe.errors import FormatError, UnsupportedError
-from leanmoe.text.bpe import ByteLevelBpe
+from leanmoe.text.bpe import ByteLevelBpe, CharacterBpe
 from leanmoe.text.detokenizer import Detokenizer
 from leanmoe.text.pretokenizers import pre_tokenizer
 from leanmoe.text.sentencepiece import SPACE, SentencePieceBpe
@@ -33,7 +33,7 @@ class Tokenizer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        encoder: ByteLevelBpe | SentencePieceBpe,
+        encoder: ByteLevelBpe | CharacterBpe | SentencePieceBpe,
         *,
         add_bos: bool,
         add_eos: bool,
@@ -62,10 +62,12 @@ class Tokenizer:
             return cls._byte_level(metadata)
         if model == "llama":
             return cls._sentencepiece(metadata)
+        if model == "gemma4":
+            return cls._by_character(metadata)
         if model is None:
             raise FormatError("tokenizer.ggml.model is missing: the file has no tokenizer")
         raise UnsupportedError(
-            f"tokenizer.ggml.model is {model!r}, which is not supported; known ones: gpt2, llama"
+            f"tokenizer.ggml.model is {model!r}, which is not supported; known ones: gpt2, llama, gemma4"
         )
 
     @classmethod
@@ -83,6 +85,13 @@ class Tokenizer:
             add_bos=_adds(metadata, "bos", family.add_bos, vocabulary.bos_id),
             add_eos=_adds(metadata, "eos", False, vocabulary.eos_id),
         )
+
+    @classmethod
+    def _by_character(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        vocabulary = read_vocabulary(metadata, {})
+        encoder = CharacterBpe(vocabulary.ids, metadata_strings(metadata, "tokenizer.ggml.merges"))
+        # Files say no by mistake; the model was never trained without it, and llama.cpp adds it all the same.
+        return cls(vocabulary, encoder, add_bos=vocabulary.bos_id is not None, add_eos=False)
 
     @classmethod
     def _sentencepiece(cls, metadata: Mapping[str, Any]) -> "Tokenizer":

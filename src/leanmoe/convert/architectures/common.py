@@ -115,13 +115,17 @@ def yarn_metadata(config: Config, rope: Config) -> dict[str, Value]:
 def sliding_metadata(config: Config) -> dict[str, Value]:
     """The size of the window, and which layers have one."""
     keys: dict[str, Value] = {"attention.sliding_window": config.integer("sliding_window")}
-    kinds = config.values.get("layer_types")
-    if kinds is not None:
-        known = {"sliding_attention": True, "full_attention": False}
-        if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
-            raise config.error(f"layer_types is {str(kinds)[:80]}; a list of {', '.join(known)} was wanted")
-        keys["attention.sliding_window_pattern"] = [known[kind] for kind in kinds]
+    if config.has("layer_types"):
+        keys["attention.sliding_window_pattern"] = sliding_layers(config)
     return keys
+
+
+def sliding_layers(config: Config) -> list[bool]:
+    """Which layers have a window. Raises `FormatError` where `layer_types` does not say so."""
+    kinds, known = config.values.get("layer_types"), {"sliding_attention": True, "full_attention": False}
+    if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
+        raise config.error(f"layer_types is {str(kinds)[:80]}; a list of {', '.join(known)} was wanted")
+    return [known[kind] for kind in kinds]
 
 
 def expert_metadata(config: Config) -> dict[str, Value]:
