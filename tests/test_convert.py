@@ -153,3 +153,36 @@ def test_a_quantised_checkpoint_is_still_the_same_model(
     limit = {"q8_0": 1e-3, "q6_k": 3e-3, "q5_k_m": 1e-2, "q4_k_m": 4e-2}[quant]
     assert kl_and_top1(want, got).mean_kl <= limit
     assert kl_and_top1(other, got).mean_kl <= 2e-3
+
+
+def test_the_tokenizer_of_gemma_4_gives_the_same_ids(tmp_path: Path) -> None:
+    """Its merges are of characters, not bytes, with a mark for spaces, and rare characters fall apart into bytes."""
+    import json
+
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    from leanmoe.convert.config import Config
+    from leanmoe.convert.tokenizer import tokenizer_metadata
+    from leanmoe.text import Tokenizer as Ours
+
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_call>", "<turn|>"]
+    merges = [("e", "r"), ("▁", "t"), ("▁t", "h"), ("▁th", "er"), ("a", "b"), ("\n", "\n"), ("▁", "▁")]
+    texts = special + [f"<0x{byte:02X}>" for byte in range(256)] + list("▁abehrt\n")
+    texts += [left + right for left, right in merges]
+    model = models.BPE(
+        {text: token for token, text in enumerate(texts)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    own = Tokenizer(model)
+    own.normalizer = normalizers.Replace(" ", "▁")
+    own.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "merged_with_previous")
+    own.add_special_tokens(special)
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    config = Config({"vocab_size": len(texts)}, "config.json")
+    metadata = tokenizer_metadata(tmp_path, config, ("gemma4",))
+    ours = Ours.from_metadata(metadata)
+    for text in (" there the  aber\n\n\nat", "é 日本 🦙", "\n", "<turn|>ab<|tool_call> t"):
+        assert ours.encode(text) == [2, *own.encode(text).ids]
+        assert ours.decode(ours.encode(text, add_special=False)) == text
+    assert ours.is_control(5)
+    assert not ours.is_control(4)
