@@ -15,6 +15,7 @@ ROOMS = [
         "cli",
         "server",
         "engine",
+        "hub",
         "convert",
         "text",
         "models",

@@ -11,6 +11,7 @@ from leanmoe.cli.chat import chat
 from leanmoe.cli.heat_map import heat_map
 from leanmoe.cli.pack_commands import export, info, pack, verify
 from leanmoe.cli.plan import plan
+from leanmoe.cli.pull import pull
 from leanmoe.cli.routing import profile, trace
 from leanmoe.cli.run import run
 from leanmoe.cli.simulate import simulate
@@ -48,6 +49,7 @@ def root(
 
 
 for command in (
+    pull,
     pack,
     export,
     info,

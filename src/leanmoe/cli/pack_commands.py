@@ -1,30 +1,20 @@
 """`lean pack`, `lean info`, `lean verify` and `lean export`."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
+from leanmoe.cli.progress import progress_bar
 from leanmoe.convert import QUANTS, CheckpointSource
 from leanmoe.errors import UsageError
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.pack import (
-    PackProgress,
     Summary,
     default_output,
     export_gguf,
@@ -64,7 +54,7 @@ def pack(
             raise UsageError(f"{out}: already exists; delete it, or give another name")
         checkpoint = CheckpointSource(source, quant)
         model_spec(checkpoint.gguf)
-        with _progress_bar("packing") as report:
+        with progress_bar("packing") as report:
             pack_source(checkpoint, out, consume=consume, progress=report)
         print(out)
         return
@@ -73,7 +63,7 @@ def pack(
     out = out or default_output(source)
     if source.exists() and not out.exists():
         model_spec(read_gguf(source))  # better refused now than after hours of copying
-    with _progress_bar("packing") as report:
+    with progress_bar("packing") as report:
         pack_gguf(source, out, consume=consume, progress=report)
     print(out)
 
@@ -92,7 +82,7 @@ def info(
 
 def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")]) -> None:
     """Compare every file of a pack with its digest. Lists all faults, and exits with 1 if there are any."""
-    with _progress_bar("verifying") as report:
+    with progress_bar("verifying") as report:
         faults = verify_pack(path, progress=report)
     for fault in faults:
         print(fault)
@@ -107,25 +97,9 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="GGUF", help="The file to write.")],
 ) -> None:
     """Write a pack as one GGUF file, with the same tensors byte for byte."""
-    with _progress_bar("exporting") as report:
+    with progress_bar("exporting") as report:
         export_gguf(pack, out, progress=report)
     print(out)
-
-
-@contextmanager
-def _progress_bar(verb: str) -> Iterator[Callable[[PackProgress], None]]:
-    columns = (
-        TextColumn(verb),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[name]}", markup=False),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(verb, total=None, name="")
-        yield lambda at: bar.update(task, completed=at.done, total=at.total, name=at.name)
 
 
 def _table(summary: Summary) -> Table:

@@ -2,6 +2,6 @@
 
 from leanmoe.convert.conversion import supported_models
 from leanmoe.convert.mixture import QUANTS
-from leanmoe.convert.model import CheckpointSource
+from leanmoe.convert.model import SETTINGS, CheckpointSource
 
-__all__ = ["QUANTS", "CheckpointSource", "supported_models"]
+__all__ = ["QUANTS", "SETTINGS", "CheckpointSource", "supported_models"]

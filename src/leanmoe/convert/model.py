@@ -29,7 +29,7 @@ _ALIGNMENT = 4096
 # Floats in memory at a time while a tensor is encoded.
 _FLOATS = 4 << 20
 # Files beside the tensors that the result depends on.
-_SETTINGS = (
+SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
@@ -53,13 +53,14 @@ class _Part:
 class CheckpointSource:
     """A `pack.Source`: `gguf` describes a file that does not exist, named after the checkpoint's folder."""
 
-    def __init__(self, folder: Path, quant: str | None = None) -> None:
-        """Reads headers and settings, no tensor.
+    def __init__(self, folder: Path, quant: str | None = None, *, name: str | None = None) -> None:
+        """Reads headers and settings, no tensor. `name` is the model's, else the folder's.
 
         Raises `UsageError` if `folder` holds no checkpoint, `UnsupportedError` for a model that cannot be
         converted, and `FormatError` for one that is damaged, or has tensors that its conversion does not know.
         """
         self._folder = folder
+        self._name = name or folder.resolve().name
         self._config = Config.read(folder)
         self._conversion = find_conversion(self._config)
         self._recipe = find_recipe(quant)
@@ -76,7 +77,7 @@ class CheckpointSource:
     @property
     def files(self) -> tuple[Path, ...]:
         """The checkpoint's files, tensors first."""
-        settings = (self._folder / name for name in _SETTINGS)
+        settings = (self._folder / name for name in SETTINGS)
         return (*self._stored.files, *(path for path in settings if path.exists()))
 
     def describe(self) -> tuple[SourceFile, ...]:
@@ -125,7 +126,7 @@ class CheckpointSource:
         infos = [(name, _ne(part), part.qtype) for name, part in parts.items()]
         header, offsets = encode_header(pairs, infos, _ALIGNMENT)
         size = len(header) + offsets[-1] + parts[infos[-1][0]].tensor.rows * parts[infos[-1][0]].row_bytes
-        path = self._folder / f"{self._folder.resolve().name}.gguf"
+        path = self._folder / f"{self._name}.gguf"
         parsed = parse_header(header, path, size)
         return GGUFFile(path, (path,), (parsed.data_start,), parsed.metadata, parsed.tensors, parsed.raw_kv)
 
@@ -134,7 +135,7 @@ class CheckpointSource:
         keys: dict[str, Value] = {
             "general.architecture": arch,
             "general.type": "model",
-            "general.name": self._folder.resolve().name,
+            "general.name": self._name,
             "general.alignment": _ALIGNMENT,
         }
         if self._recipe is not None:

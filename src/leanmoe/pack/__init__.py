@@ -1,6 +1,6 @@
 """The `.lmpack` format: writing, opening and verifying packs. The format's page is docs/format.md."""
 
-from leanmoe.pack.copier import PackProgress
+from leanmoe.pack.copier import PackProgress, ProgressCallback
 from leanmoe.pack.export import export_gguf
 from leanmoe.pack.layout import ExpertLayout, Section
 from leanmoe.pack.manifest import LayerManifest, Manifest, SourceFile
@@ -20,6 +20,7 @@ __all__ = [
     "Manifest",
     "Pack",
     "PackProgress",
+    "ProgressCallback",
     "Reader",
     "Section",
     "Source",
