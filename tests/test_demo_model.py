@@ -1,12 +1,17 @@
 """The demo model: as good as the dense model it is made of, with routing that depends on the text."""
 
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from leanmoe import LLM
+from leanmoe.engine.config import PREFETCH_MODES
+from leanmoe.experts.policy import POLICIES
+from leanmoe.pack import pack_gguf
 from model_fixtures import DEMO, DEMO_EXPERTS, real_text
 
 sys.path.insert(0, str(DEMO))
@@ -99,3 +104,22 @@ def test_a_finished_demo_model_is_not_built_again_and_another_size_is(demo_gguf:
     assert demo_gguf.stat().st_mtime_ns == before
     assert not is_built(demo_gguf, DEMO_EXPERTS + 1)
     assert not is_built(demo_gguf.with_name("absent.gguf"), DEMO_EXPERTS)
+
+
+@pytest.mark.slow
+def test_no_policy_and_no_prefetch_changes_a_bit_of_the_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
+    """Real routing, half of the experts resident: the answer may not depend on how they are kept and fetched.
+
+    Each policy and each mode once; `test_models.py` has all pairs on small models.
+    """
+    path = pack_gguf(demo_gguf, tmp_path / "demo.lmpack")
+    prompt = "Three things that every sailor knows about the weather are"
+    with LLM(path, context=256) as llm:
+        said = llm.generate(prompt, max_tokens=32, temperature=0, ignore_eos=True).tokens
+        resident, half = llm.logits(said), llm.plan.experts // 2
+    for policy, prefetch in zip(POLICIES, cycle(PREFETCH_MODES), strict=False):
+        with LLM(path, context=256, cache=half, policy=policy, prefetch=prefetch) as llm:
+            answer = llm.generate(prompt, max_tokens=32, temperature=0, ignore_eos=True)
+            assert answer.tokens == said, (policy, prefetch)
+            assert torch.equal(llm.logits(said), resident), (policy, prefetch)
+            assert llm.stats.evictions > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from leanmoe import LLM
+from leanmoe.bench.make_model import make_model
 from leanmoe.engine.sequence import Sequence, prefill
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import POLICIES
@@ -34,6 +35,7 @@ MOE = [
 ARCHITECTURES = [*MOE, "llama", "qwen2", "qwen3"]
 # Models that share an architecture with one above.
 KIN = ["glm4moelite", "deepseekv2lite", "deepseekv2"]
+LOCAL_PROMPT = "The harbour was quiet before six."
 TOKENS = Random(7).choices(range(280), k=96)
 
 PackTiny = Callable[..., tuple[Any, Path]]
@@ -106,6 +108,40 @@ def test_no_policy_and_no_prefetch_changes_a_bit(policy: str, prefetch: Any, pac
         assert llm.plan.residency < 1.0
         assert torch.equal(llm.logits(TOKENS[:48]), resident)
         assert torch.equal(_decode(llm, TOKENS), decoded)
+        assert llm.stats.evictions > 0
+        assert (llm.stats.prefetch.issued > 0) == (prefetch != "off")
+
+
+@pytest.fixture(scope="module")
+def local_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that routes with the locality of real text."""
+    path = tmp_path_factory.mktemp("local") / "local.lmpack"
+    make_model("tiny", path, pack=True, locality=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def local_logits(local_pack: Path) -> torch.Tensor:
+    """Of it, fully resident, for each of the tokens that it says."""
+    with LLM(local_pack, context=256) as llm:
+        said = llm.generate(LOCAL_PROMPT, max_tokens=96, temperature=0, ignore_eos=True).tokens
+        return _decode(llm, said)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "auto", "on"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_nor_where_routing_is_as_local_as_real_text(
+    policy: str, prefetch: Any, local_pack: Path, local_logits: torch.Tensor
+) -> None:
+    """Here most look-ups hit, as a user's do, and guesses come true."""
+    with LLM(local_pack, context=256, warm=0) as llm:
+        expert_bytes = llm.plan.experts
+    with LLM(
+        local_pack, context=256, cache=expert_bytes * 30 // 100, policy=policy, prefetch=prefetch
+    ) as llm:
+        said = llm.generate(LOCAL_PROMPT, max_tokens=96, temperature=0, ignore_eos=True).tokens
+        assert torch.equal(_decode(llm, said), local_logits)
+        assert llm.stats.hit_rate > 0.6
         assert llm.stats.evictions > 0
         assert (llm.stats.prefetch.issued > 0) == (prefetch != "off")
 
