@@ -19,7 +19,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.pack import PackProgress, Summary, default_output, pack_gguf, summarize, verify_pack
 from leanmoe.units import format_bytes
@@ -36,10 +35,8 @@ def pack(
 ) -> None:
     """Make a pack from a GGUF model. Run it again to resume after an interruption."""
     out = out or default_output(source)
-    if source.exists() and not out.exists():
-        model_spec(read_gguf(source))  # better refused now than after hours of copying
-    with _progress_bar("packing") as report:
-        pack_gguf(source, out, consume=consume, progress=report)
+    with _progress_bar("packing") as report:  # a model that cannot run is refused before hours of copying
+        pack_gguf(source, out, consume=consume, progress=report, check=model_spec)
     print(out)
 
 

@@ -1,5 +1,6 @@
 """Copies the source's bytes into the files of a pack, step by step, each on disk before the next."""
 
+import fcntl
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,8 @@ from types import TracebackType
 
 import blake3
 
-from leanmoe.errors import FormatError
-from leanmoe.pack.consume import punch, whole_pages
+from leanmoe.errors import FormatError, UsageError
+from leanmoe.pack.consume import mark, punch, whole_pages
 from leanmoe.pack.journal import Journal
 from leanmoe.pack.plan import Piece
 from leanmoe.pack.steps import Part
@@ -42,6 +43,13 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def _lock(fd: int, shard: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{shard}: another lean pack is consuming it; wait for it to finish") from None
+
+
 class Copier:
     """Writes parts of targets into `directory`. A context manager: it owns the open source files.
 
@@ -51,19 +59,25 @@ class Copier:
     def __init__(
         self, directory: Path, shards: Iterable[Path], journal: Journal, report: Callable[[int, str], None]
     ) -> None:
-        """`report` is called with the bytes just written and the file's name. Raises `OSError`."""
+        """`report` is called with the bytes just written and the file's name.
+
+        Raises `OSError`, and `UsageError` if another process is freeing the source.
+        """
         self.directory, self.journal, self.report = directory, journal, report
         self._buffer = memoryview(bytearray(CHUNK))
         self._zeros = bytes(CHUNK)
         self._hasher = blake3.blake3()
         self._hashed: tuple[str, int] | None = None
         self._inputs: dict[Path, int] = {}
+        self._marked = False
         self._stack = ExitStack()
         flags = os.O_CLOEXEC | (os.O_RDWR if journal.consuming else os.O_RDONLY)
         with ExitStack() as stack:
             for shard in shards:
                 self._inputs[shard] = os.open(shard, flags)
                 stack.callback(os.close, self._inputs[shard])
+                if journal.consuming:
+                    _lock(self._inputs[shard], shard)
             self._syncing = stack.enter_context(ThreadPoolExecutor(_SYNCING))
             self._stack = stack.pop_all()
 
@@ -102,9 +116,13 @@ class Copier:
         self.journal.record(digests, marks)
         self.free(step)
 
-    def free(self, parts: Iterable[Part]) -> None:
+    def free(self, parts: list[Part]) -> None:
         """Frees the source's bytes of `parts`, which are on disk and recorded; nothing unless consuming."""
-        if self.journal.consuming:
+        if parts and self.journal.consumer is not None:
+            if not self._marked:  # all shards, each on disk before the first hole
+                for path, fd in self._inputs.items():
+                    mark(fd, path, self.journal.consumer)
+                self._marked = True
             for path, start, end in whole_pages(r for part in parts for r in part.source_ranges()):
                 punch(self._inputs[path], start, end - start)
 

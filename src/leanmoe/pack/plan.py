@@ -8,6 +8,7 @@ from pathlib import Path
 import blake3
 
 from leanmoe.errors import FormatError
+from leanmoe.formats.consumed import unmarked
 from leanmoe.formats.gguf import GGUFFile, TensorInfo, encode_header, encode_u32
 from leanmoe.pack.digests import TRUNK, expert_name
 from leanmoe.pack.layout import ExpertLayout
@@ -77,7 +78,7 @@ def expert_layouts(gguf: GGUFFile) -> Manifest:
 def _source_file(path: Path, data_start: int) -> SourceFile:
     try:
         with path.open("rb") as file:
-            digest = blake3.blake3(file.read(data_start)).hexdigest()
+            digest = blake3.blake3(unmarked(file.read(data_start))).hexdigest()
         return SourceFile(path.name, path.stat().st_size, digest)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
