@@ -121,6 +121,13 @@ def test_settings_of_a_wrong_type_are_refused(path: Path, settings: dict[str, An
         LLM(path, **settings)
 
 
+def test_a_budget_above_the_machine_is_warned_of_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel would end the process, or swap, long before the budget is reached."""
+    LLM(path, memory="900TiB", context=256).close()
+    assert [r.message for r in caplog.records if "900 TiB" in r.message] != []
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
 def test_text_that_no_encoding_holds_is_taken_with_replacement(llm: LLM) -> None:
     for text in ("\ud800 hi", "\udfff", "a\0b"):
         assert llm.generate(text, max_tokens=2).tokens

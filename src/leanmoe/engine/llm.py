@@ -1,5 +1,6 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -20,7 +21,13 @@ from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
 from leanmoe.engine.learning import Learner, model_identity
-from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, return_large_blocks
+from leanmoe.engine.memory import (
+    default_budget,
+    machine_bytes,
+    peak_bytes,
+    resident_bytes,
+    return_large_blocks,
+)
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
 from leanmoe.engine.sequence import Sequence
@@ -42,6 +49,8 @@ from leanmoe.models.workers import Workers
 from leanmoe.pack import Pack, open_pack
 from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
 from leanmoe.units import format_bytes, parse_bytes
+
+_log = logging.getLogger(__name__)
 
 
 class _AnswerOptions(SamplingOptions, total=False):
@@ -124,6 +133,8 @@ class LLM:
         self.tokenizer = _tokenizer(self.pack.trunk, self.spec.vocab)
         self._template: ChatTemplate | None = None
         available = config.memory or default_budget()
+        if available > (there := machine_bytes()):
+            _log.warning("a budget of %s: there are %s in all", format_bytes(available), format_bytes(there))
         chosen = find_choice(self.pack.path, available)
         self.config = replace(config.settled(chosen), memory=available, threads=config.threads or _cores())
         assert self.config.threads is not None
