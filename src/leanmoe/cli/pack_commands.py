@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from leanmoe.models.registry import model_spec
-from leanmoe.pack import PackProgress, Summary, default_output, pack_gguf, summarize, verify_pack
+from leanmoe.pack import AGAIN, PackProgress, Summary, default_output, pack_gguf, summarize, verify_pack
 from leanmoe.units import format_bytes
 
 
@@ -59,7 +59,7 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack t
     for fault in faults:
         print(fault)
     if faults:
-        print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; make the pack again")
+        print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; {AGAIN}")
         raise typer.Exit(1)
     print(f"{path}: no faults")
 
@@ -81,6 +81,7 @@ def _progress_bar(verb: str) -> Iterator[Callable[[PackProgress], None]]:
 
 
 def _table(summary: Summary) -> Table:
+    sizes = dict.fromkeys(map(format_bytes, (summary.expert_bytes_min, summary.expert_bytes_max)))
     table = Table(show_header=False, box=None, pad_edge=False)
     rows = {
         "file": f"{summary.path} ({'pack' if summary.packed else 'GGUF; sizes are those of its pack'})",
@@ -90,7 +91,7 @@ def _table(summary: Summary) -> Table:
         "layers": f"{summary.layers}, {summary.expert_layers} with experts",
         "experts": f"{summary.experts} a layer, top-{summary.top_k}" if summary.experts else "none (dense)",
         "expert files": f"{summary.expert_files}, {format_bytes(summary.expert_bytes)}",
-        "one expert": f"{format_bytes(summary.expert_bytes_min)} to {format_bytes(summary.expert_bytes_max)}",
+        "one expert": " to ".join(sizes),
         "trunk": format_bytes(summary.trunk_bytes),
         "context length": str(summary.context_length or "-"),
         "chat template": "yes" if summary.chat_template else "no",

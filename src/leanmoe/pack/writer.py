@@ -45,6 +45,9 @@ def pack_gguf(
     small, `FormatError` and `UnsupportedError` for a source that is damaged, changed, or cannot be packed.
     """
     source, out = Path(source), Path(out)
+    if source.is_dir():
+        found = "is a pack already" if (source / MANIFEST).exists() else "is a directory"
+        raise UsageError(f"{source}: {found}; a GGUF file was wanted")
     try:
         if os.path.lexists(out):
             _finish_consuming(source, out, consume)
@@ -106,7 +109,8 @@ def _finish_consuming(source: Path, out: Path, consume: bool) -> None:
                 return
         finally:
             journal.close()
-    raise UsageError(f"{out}: already exists; delete it, or give another name")
+    found = "there is such a pack already" if (out / MANIFEST).is_file() else "already exists"
+    raise UsageError(f"{out}: {found}; give another name, or delete it first to make it again")
 
 
 def _delete_source(shards: Iterable[Path], out: Path) -> None:
