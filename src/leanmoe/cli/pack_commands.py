@@ -35,8 +35,11 @@ def pack(
 ) -> None:
     """Make a pack from a GGUF model. Run it again to resume after an interruption."""
     out = out or default_output(source)
-    with _progress_bar("packing") as report:  # a model that cannot run is refused before hours of copying
-        pack_gguf(source, out, consume=consume, progress=report, check=model_spec)
+    try:
+        with _progress_bar("packing") as report:  # a model that cannot run is refused before hours of copying
+            pack_gguf(source, out, consume=consume, progress=report, check=model_spec)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; run the same command again to go on") from None
     print(out)
 
 
