@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 SURVIVED, FAILED = 0, 97
-_STEPS = ("write", "fsync", "mkdir", "rename", "unlink", "truncate", "ftruncate", "open", "rmdir")
+_STEPS = ("write", "pwrite", "fsync", "mkdir", "rename", "unlink", "truncate", "ftruncate", "open", "rmdir")
 
 
 def run_and_die(act: Callable[[], object], nth: int, *, power_cut: Path | None = None) -> bool:
     """Runs `act` in a child that is killed as it begins its nth step on disk; True if it ended before.
 
-    A write is torn: half of it happens. With `power_cut`, the files under that directory moreover lose all that
-    was not synced. Fails if `act` raises.
+    A write is torn: half of it happens, but for one in place (`pwrite`), which is all within a sector. With
+    `power_cut`, the files under that directory moreover lose all that was not synced. Fails if `act` raises.
     """
     child = os.fork()
     if child == 0:
@@ -45,6 +45,9 @@ class _Killer:
         # By inode, since files are renamed; what was there before is taken to be on disk.
         self.synced = {inode: size for inode, size, _ in self._files()}
         self.real = {name: getattr(os, name) for name in _STEPS}
+        self.overwritten: dict[
+            int, tuple[int, int, bytes]
+        ] = {}  # not synced: by inode, a descriptor, offset, bytes
 
     def install(self) -> None:
         for name in _STEPS:
@@ -62,16 +65,23 @@ class _Killer:
                     if name == "write":
                         real(args[0], bytes(args[1])[: len(args[1]) // 2])
                     self._die()
+                if name == "pwrite":
+                    fd, data, offset = args
+                    before = os.dup(fd), offset, os.pread(fd, len(data), offset)
+                    self.overwritten.setdefault(os.fstat(fd).st_ino, before)
                 result = real(*args, **kwargs)
                 if name == "fsync":
                     info = os.fstat(args[0])
                     self.synced[info.st_ino] = info.st_size
+                    self.overwritten.pop(info.st_ino, None)
                 return result
 
         return step
 
     def _die(self) -> None:
         if self.power_cut is not None:
+            for fd, offset, data in self.overwritten.values():
+                self.real["pwrite"](fd, data, offset)
             for inode, size, path in self._files():
                 kept = self.synced.get(inode)
                 if kept is None:

@@ -98,8 +98,10 @@ def test_plan_says_the_same_of_a_gguf_and_of_its_pack(path: Path, gguf: Path) ->
     assert plans[0] == plans[1]
     assert plans[0]["residency"] == 1.0
     shown = lean("plan", path, "--memory", "1GiB").stdout
-    for word in ("fixed", "trunk", "KV state", "scratch", "expert slots", "smallest"):
+    for word in ("fixed", "estimated", "trunk", "KV state", "scratch", "expert slots", "smallest"):
         assert word in shown
+    footer = shown.partition("smallest memory that works: ")[2].split()[0]
+    assert lean("plan", path, "--memory", footer).returncode == 0
 
 
 def test_plan_does_not_load_torch(gguf: Path) -> None:

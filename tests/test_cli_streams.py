@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from leanmoe.cli import pack_commands
+from leanmoe.cli.main import main
 from leanmoe.pack import pack_gguf
 
 LEAN = [sys.executable, "-m", "leanmoe"]
@@ -73,6 +75,44 @@ def test_an_interrupted_run_says_so_by_its_exit_code(path: Path) -> None:
     _, account = process.communicate()
     assert process.returncode == 130
     assert b"answer" in account
+
+
+def test_ctrl_c_while_lean_starts_leaves_no_traceback() -> None:
+    """Half a second of imports, and a page of them on the screen."""
+    script = """if True:
+        import os, runpy, signal, sys
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "leanmoe.cli.main":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Slow())
+        runpy.run_module("leanmoe", run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "worker", "says"),
+    [
+        ("pack", "pack_gguf", "lean: interrupted; run the same command again to go on\n"),
+        ("verify", "verify_pack", "lean: interrupted\n"),
+        ("info", "summarize", "lean: interrupted\n"),
+    ],
+)
+def test_ctrl_c_in_a_command_is_one_line(
+    command: str, worker: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It said "Aborted.", and nothing of how to go on."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pack_commands, worker, interrupted)
+    monkeypatch.setattr(sys, "argv", ["lean", command, "x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capfd.readouterr().err) == (130, says)
 
 
 @pytest.mark.parametrize("command", ["", "pack", "info", "verify", "plan", "run", "chat"])

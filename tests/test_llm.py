@@ -43,6 +43,27 @@ def test_the_same_request_gives_the_same_answer(llm: LLM) -> None:
     assert greedy[0].usage.completion_tokens == len(greedy[0].tokens)
 
 
+def test_the_prompt_can_be_watched(path: Path) -> None:
+    """A long prompt takes minutes without a sign."""
+    seen: list[tuple[int, int]] = []
+    with (
+        LLM(path, context=128, chunk=32) as llm,
+        llm.stream([5] * 70, max_tokens=9, ignore_eos=True) as stream,
+    ):
+        stream.watch_prompt(lambda done, total: seen.append((done, total)))
+        assert isinstance(next(stream), str)
+    assert seen == [(0, 70), (32, 70), (64, 70), (70, 70)]
+
+
+def test_what_a_notebook_shows_is_short(llm: LLM) -> None:
+    """A completion took a screen for each layer's counts."""
+    done = llm.generate("Hello", max_tokens=3, temperature=0)
+    assert len(repr(done)) < 400
+    assert done.finish_reason in repr(done)
+    assert str(llm.pack.path) in repr(llm)
+    assert "resident" in repr(llm)
+
+
 def test_streamed_pieces_are_the_completion(llm: LLM) -> None:
     stream = llm.stream(PROMPT, max_tokens=30, temperature=0)
     pieces = list(stream)

@@ -104,7 +104,9 @@ def test_a_forked_child_is_told_to_open_the_model_itself(llm: LLM) -> None:
         ("Hello", {"top_k": 1.5}, "top_k"),
         ("Hello", {"seed": 1.5}, "seed"),
         ("Hello", {"temperature": float("nan")}, "temperature"),
-        ("Hello", {"stop": "abc"}, "stop"),
+        ("Hello", {"stop": [3]}, "stop"),
+        ("Hello", {"temprature": 1}, "no option 'temprature'; sampling takes temperature, top_k"),
+        (None, {}, "the prompt is NoneType; wanted text or token ids"),
     ],
 )
 def test_values_of_a_wrong_type_are_refused(
@@ -119,6 +121,29 @@ def test_values_of_a_wrong_type_are_refused(
 def test_settings_of_a_wrong_type_are_refused(path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings)).removesuffix("s")):
         LLM(path, **settings)
+
+
+def test_a_budget_above_the_machine_is_warned_of_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel would end the process, or swap, long before the budget is reached."""
+    LLM(path, memory="900TiB", context=256).close()
+    assert [r.message for r in caplog.records if "900 TiB" in r.message] != []
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [([], "no messages"), ([{"role": "usr", "content": "x"}], "system, developer, user"), ("Hi", "list")],
+)
+def test_conversations_that_are_none_are_refused(llm: LLM, messages: Any, says: str) -> None:
+    """Templates put any role into the prompt, where the model takes it for something it never saw."""
+    with pytest.raises(UsageError, match=says):
+        llm.chat(messages, max_tokens=2)
+
+
+def test_one_string_is_one_device_and_one_stop(path: Path) -> None:
+    with LLM(path, context=256, devices="cpu") as llm:
+        text = llm.generate("Hello", **GREEDY).text
+        assert llm.generate("Hello", stop=text[3], **GREEDY).text == text[: text.index(text[3])]
 
 
 def test_text_that_no_encoding_holds_is_taken_with_replacement(llm: LLM) -> None:

@@ -9,10 +9,11 @@ from typer.testing import CliRunner, Result
 
 from gguf_fixtures import write_moe_gguf
 from leanmoe.cli.pack_commands import info, pack, verify
+from leanmoe.cli.plan import plan
 from leanmoe.errors import FormatError, UnsupportedError, UsageError
 
 app = typer.Typer()
-for command in (pack, info, verify):
+for command in (pack, info, verify, plan):
     app.command()(command)
 
 
@@ -75,6 +76,29 @@ def test_verify_lists_faults_and_fails(tmp_path: Path, source: Path) -> None:
     assert "experts/001/001: missing" in result.stdout
     assert "experts/000/003: 0 bytes long" in result.stdout
     assert "2 faults" in result.stdout
+    assert "delete the pack and make it again" in result.stdout
+
+
+def test_a_pack_is_never_the_advice_to_delete_it(tmp_path: Path, source: Path) -> None:
+    """`lean pack model.lmpack` said: already exists; delete it."""
+    lean("pack", source)
+    told = str(lean("pack", tmp_path / "tiny.lmpack").exception)
+    assert "is a pack already" in told
+    assert "delete" not in told
+    assert "such a pack already" in str(lean("pack", source).exception)
+    assert "is a directory" in str(lean("pack", tmp_path).exception)
+
+
+def test_an_unfinished_pack_is_called_so(tmp_path: Path) -> None:
+    """`lean info` said that there was no such file."""
+    (tmp_path / "a.lmpack.partial").mkdir()
+    for command in (info, plan):
+        assert "not finished" in str(lean(command.__name__, tmp_path / "a.lmpack").exception)
+
+
+def test_equal_sizes_are_said_once(source: Path) -> None:
+    line = next(line for line in lean("info", source).stdout.splitlines() if line.startswith("one expert"))
+    assert line.split(maxsplit=2)[2].strip() == "8.0 KiB"
 
 
 def test_errors_reach_the_entry_point_as_they_are(tmp_path: Path, source: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+import gguf
 import pytest
 
 from gguf_fixtures import write_moe_gguf
@@ -94,6 +95,68 @@ def test_once_begun_the_source_is_not_taken_for_whole(tmp_path: Path, source: Pa
     lost.write_bytes(kept)
     pack_gguf(source, out, consume=True)
     assert verify_pack(out) == []
+
+
+def test_a_source_that_was_freed_in_part_is_refused_by_everybody(tmp_path: Path, source: Path) -> None:
+    """Freed parts read as zeros: they were packed as weights, with digests that verify."""
+    out, partial = tmp_path / "m.lmpack", tmp_path / "m.lmpack.partial"
+    interrupt(source, out)
+    for again in (False, True):
+        with pytest.raises(FormatError, match=r"m\.gguf: parts of it were freed.*same name for the pack"):
+            pack_gguf(source, tmp_path / "other.lmpack", consume=again)
+    with pytest.raises(FormatError, match="freed"):
+        read_gguf(source)
+    with pytest.raises(ValueError, match="magic"):
+        gguf.GGUFReader(source)
+    moved = partial.rename(tmp_path / "moved")
+    with pytest.raises(FormatError, match="fetch the model again"):
+        pack_gguf(source, out, consume=True)
+    moved.rename(partial)
+    pack_gguf(source, out, consume=True)
+    assert verify_pack(out) == []
+
+
+def test_a_pack_begun_first_does_not_take_what_another_freed(tmp_path: Path, source: Path) -> None:
+    """Two packs of one source, both begun with --consume: the first would go on and copy the other's holes."""
+
+    def stop(_: PackProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_gguf(source, tmp_path / "first.lmpack", consume=True, progress=stop)  # nothing is freed yet
+    interrupt(source, tmp_path / "second.lmpack")
+    with pytest.raises(FormatError, match="freed"):
+        pack_gguf(source, tmp_path / "first.lmpack", consume=True)
+    pack_gguf(source, tmp_path / "second.lmpack", consume=True)
+    assert verify_pack(tmp_path / "second.lmpack") == []
+
+
+def test_a_source_is_consumed_by_one_pack_at_a_time(tmp_path: Path, source: Path) -> None:
+    """Each would copy the holes that the other made."""
+    tried = []
+
+    def progress(_: PackProgress) -> None:
+        if not tried:
+            tried.append(True)
+            with pytest.raises(UsageError, match=r"m\.gguf: another lean pack"):
+                pack_gguf(source, tmp_path / "other.lmpack", consume=True)
+
+    pack_gguf(source, tmp_path / "m.lmpack", consume=True, progress=progress)
+    assert tried
+    assert verify_pack(tmp_path / "m.lmpack") == []
+
+
+def test_a_source_fetched_again_is_not_deleted(tmp_path: Path, source: Path) -> None:
+    """A run that was killed while it deleted the source would, run again, delete a fresh copy."""
+    out, fresh = tmp_path / "m.lmpack", source.read_bytes()
+    interrupt(source, out)
+    journal = (tmp_path / "m.lmpack.partial/journal").read_bytes()
+    pack_gguf(source, out, consume=True)
+    (out / "journal").write_bytes(journal)
+    source.write_bytes(fresh)
+    pack_gguf(source, out, consume=True)
+    assert source.exists()
+    assert not (out / "journal").exists()
 
 
 def test_a_file_system_that_cannot_punch_holes_is_refused_first(

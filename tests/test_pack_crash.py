@@ -13,6 +13,7 @@ import pytest
 
 from gguf_fixtures import write_moe_gguf
 from leanmoe.errors import BudgetError, FormatError, UsageError
+from leanmoe.formats.gguf import read_gguf
 from leanmoe.pack import PackProgress, open_pack, pack_gguf, steps, verify_pack
 from pack_crash import run_and_die
 
@@ -77,6 +78,9 @@ def die_everywhere(
     for nth in sorted({*range(1, total + 1, stride), *range(total - 8, total + 1)}):
         shutil.copy2(kept, source)
         assert not run_and_die(act, nth, power_cut=disk if power_cut else None)
+        if source.exists() and source.read_bytes() != kept.read_bytes():  # whole, or refused by everybody
+            with pytest.raises(FormatError, match="freed by lean pack --consume"):
+                read_gguf(source)
         # Killed a second time while resuming, then left to finish.
         if unfinished() and not run_and_die(act, 1 + nth % 17) and unfinished():
             act()

@@ -225,9 +225,9 @@ def test_an_existing_pack_is_never_overwritten(tmp_path: Path) -> None:
     source = write_moe_gguf(tmp_path / "m.gguf")
     out = pack_gguf(source, tmp_path / "m.lmpack")
     before = tree(out)
-    with pytest.raises(UsageError, match="already exists"):
+    with pytest.raises(UsageError, match="already"):
         pack_gguf(source, out)
-    with pytest.raises(UsageError, match="already exists"):
+    with pytest.raises(UsageError, match="already"):
         pack_gguf(source, out, consume=True)
     assert tree(out) == before
     assert source.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from leanmoe.engine.config import EngineConfig
 from leanmoe.engine.plan import plan_memory, scratch_bytes
-from leanmoe.errors import BudgetError
+from leanmoe.errors import BudgetError, UsageError
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.pack import expert_layouts, pack_gguf
@@ -40,6 +40,24 @@ def test_the_smallest_memory_named_by_a_refusal_survives_a_process_slightly_larg
         plan_memory(spec, model, manifest, EngineConfig(context=256), memory=base, base=base)
     named = int(str(refused.value).partition("the smallest that works is ")[2].partition("MiB")[0]) << 20
     plan_memory(spec, model, manifest, EngineConfig(context=256), memory=named, base=base + (3 << 20))
+
+
+def test_the_smallest_memory_of_a_plan_is_that_of_a_refusal_and_is_accepted(gguf: Path) -> None:
+    """The plan's footer was rounded down, and then refused."""
+    model = read_gguf(gguf)
+    spec, manifest, base = model_spec(model), expert_layouts(model), (250 << 20) + 12345
+    config = EngineConfig(context=256)
+    named = plan_memory(spec, model, manifest, config, memory=4 << 30, base=base).smallest_memory
+    assert named % (1 << 20) == 0
+    with pytest.raises(BudgetError, match=f"the smallest that works is {named >> 20}MiB "):
+        plan_memory(spec, model, manifest, config, memory=base, base=base)
+    assert plan_memory(spec, model, manifest, config, memory=named, base=base).smallest_memory == named
+
+
+def test_a_cache_larger_than_the_budget_is_refused() -> None:
+    """The slots are part of the budget: the number would be ignored in silence."""
+    with pytest.raises(UsageError, match=r"2.0 GiB does not fit .* 1.0 GiB"):
+        EngineConfig(cache=2 << 30, memory=1 << 30)
 
 
 @pytest.mark.slow

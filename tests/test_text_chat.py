@@ -197,8 +197,8 @@ def test_special_tokens_and_the_tool_template_come_from_the_file() -> None:
         "tokenizer.chat_template.tool_use": "tools",
     }
     template = ChatTemplate.from_metadata(metadata, Tokenizer.from_metadata(metadata))
-    assert template.render([]) == "<|endoftext|><|im_end|>"
-    assert template.render([], tools=TOOLS) == "tools"
+    assert template.render([{"role": "user", "content": "x"}]) == "<|endoftext|><|im_end|>"
+    assert template.render([{"role": "user", "content": "x"}], tools=TOOLS) == "tools"
 
 
 FORK = "{% macro f(n) %}{% if n > 0 %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}"

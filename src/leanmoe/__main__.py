@@ -1,5 +1,5 @@
 """`python -m leanmoe` is the `lean` command."""
 
-from leanmoe.cli.main import main
+from leanmoe.cli.entry import main
 
 main()

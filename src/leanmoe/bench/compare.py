@@ -5,8 +5,10 @@ dropped from the page cache. Printed is a Markdown table of medians, with the co
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -51,9 +53,13 @@ def _run(command: Sequence[str], limit: int | None, prompt: Path) -> Record | st
 
 
 def measure(
-    pack: Path, gguf: Path, limits: Sequence[int | None], runs: int, tokens: int, context: int, prompt: Path
+    pack: Path, gguf: Path, limits: Sequence[str], runs: int, tokens: int, context: int, prompt: Path
 ) -> list[Record]:
-    """Alternating runs of both engines at each limit; one record for each engine and limit, medians of `runs`."""
+    """Alternating runs of both engines at each limit (a size or "none"); one record for each engine and limit, medians
+    of `runs`. Raises `LeanError` if llama.cpp is not there to compare with."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise LeanError("llama.cpp is run through xllamacpp, which is not installed: pip install xllamacpp")
+    sizes = {text: None if text == "none" else parse_bytes(text) for text in limits}
     lean = [
         sys.executable,
         "-m",
@@ -70,29 +76,31 @@ def measure(
     lean += ["--json", "-n", str(tokens), "--context", str(context)]
     rival = [sys.executable, "-m", "leanmoe.bench.rival", str(gguf), str(tokens), str(context)]
     results = []
-    for limit in limits:
+    for name, limit in sizes.items():
         taken: dict[str, list[Record | str]] = {"lean": [], "llama.cpp": []}
         for _ in range(runs):
             budget = [] if limit is None else ["--memory", str(limit)]
             for engine, command, files in (("lean", lean + budget, pack), ("llama.cpp", rival, gguf)):
                 drop_from_page_cache(files)
                 taken[engine].append(_run(command, limit, prompt))
-                print(f"{engine} at {_name(limit)}: {_brief(taken[engine][-1])}", file=sys.stderr)
-        results += [_median(engine, limit, records) for engine, records in taken.items()]
+                print(f"{engine} at {_shown(name)}: {_brief(taken[engine][-1])}", file=sys.stderr)
+        results += [_median(engine, name, limit, records) for engine, records in taken.items()]
     return results
 
 
-def _median(engine: str, limit: int | None, records: Sequence[Record | str]) -> Record:
+def _median(engine: str, name: str, limit: int | None, records: Sequence[Record | str]) -> Record:
+    about = {"engine": engine, "limit": limit, "limit_name": name}
     failed = next((r for r in records if isinstance(r, str)), None)
     if failed is not None:
-        return {"engine": engine, "limit": limit, "failed": failed}
+        return {**about, "failed": failed}
     good = [r for r in records if not isinstance(r, str)]
     keys = [k for k, v in good[0].items() if isinstance(v, int | float)]
-    return {"engine": engine, "limit": limit, **{k: statistics.median(r[k] for r in good) for k in keys}}
+    return {**about, **{k: statistics.median(r[k] for r in good) for k in keys}}
 
 
-def _name(limit: int | None) -> str:
-    return "no limit" if limit is None else format_bytes(limit)
+def _shown(limit: str) -> str:
+    """A limit as it was given, but for a space: 1080MiB -> 1080 MiB."""
+    return "no limit" if limit == "none" else re.sub(r"(\d)([A-Za-z])", r"\1 \2", limit.strip())
 
 
 def _brief(record: Record | str) -> str:
@@ -112,7 +120,7 @@ def markdown(results: Sequence[Record]) -> str:
     ]
     rows = [[*head, "read a token"], ["---"] * (len(head) + 1)]
     for r in results:
-        row = [_name(r["limit"]), r["engine"]]
+        row = [_shown(r["limit_name"]), r["engine"]]
         if "failed" in r:
             rows.append([*row, r["failed"], "", "", "", "", ""])
             continue
@@ -144,7 +152,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args()
-    limits = [None if text == "none" else parse_bytes(text) for text in options.limits.split(",")]
+    limits = [text.strip() for text in options.limits.split(",")]
     prompt = options.prompt
     if prompt is None:
         prompt = options.pack.parent / f".{options.pack.name}.prompt"

@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from leanmoe import __version__
 from leanmoe.cli.chat import chat
@@ -19,7 +21,20 @@ from leanmoe.cli.trace_commands import export_trace, import_trace
 from leanmoe.cli.tune import tune
 from leanmoe.errors import LeanError, UsageError
 
+
+class _Commands(TyperGroup):
+    """Ends a command that Ctrl-C interrupts as a shell expects; Typer's own group says "Aborted" instead."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            print(f"lean: {str(interrupt) or 'interrupted'}", file=sys.stderr)
+            sys.exit(130)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Run Mixture-of-Experts models that are larger than memory.",
     no_args_is_help=True,
     add_completion=False,
@@ -78,9 +93,6 @@ def main() -> None:
             raise
         print(f"lean: {_one_line(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
-        print("lean: interrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away; nothing is left to say
         sys.exit(1)

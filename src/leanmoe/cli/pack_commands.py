@@ -12,12 +12,13 @@ from rich.table import Table
 from leanmoe.cli.progress import progress_bar
 from leanmoe.convert import QUANTS, CheckpointSource
 from leanmoe.errors import UsageError
-from leanmoe.formats.gguf import read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.pack import (
+    AGAIN,
     Summary,
     default_output,
     export_gguf,
+    is_pack,
     pack_gguf,
     pack_source,
     summarize,
@@ -48,23 +49,22 @@ def pack(
     ] = False,
 ) -> None:
     """Make a pack from a GGUF model or a safetensors checkpoint. Run it again to resume after an interruption."""
-    if source.is_dir():
-        out = out or source.resolve().with_name(source.resolve().name + ".lmpack")
-        if out.exists():
-            raise UsageError(f"{out}: already exists; delete it, or give another name")
-        checkpoint = CheckpointSource(source, quant)
-        model_spec(checkpoint.gguf)
-        with progress_bar("packing") as report:
-            pack_source(checkpoint, out, consume=consume, progress=report)
-        print(out)
-        return
-    if quant is not None:
+    if source.is_dir() and is_pack(source):
+        raise UsageError(f"{source}: is a pack already; a GGUF file or a safetensors checkpoint was wanted")
+    if quant is not None and not source.is_dir():
         raise UsageError(f"{source}: --quant is for safetensors checkpoints; a GGUF is packed as it is")
-    out = out or default_output(source)
-    if source.exists() and not out.exists():
-        model_spec(read_gguf(source))  # better refused now than after hours of copying
-    with progress_bar("packing") as report:
-        pack_gguf(source, out, consume=consume, progress=report)
+    try:
+        with progress_bar("packing") as report:  # a model that cannot run is refused before hours of copying
+            if source.is_dir():
+                out = out or source.resolve().with_name(source.resolve().name + ".lmpack")
+                checkpoint = CheckpointSource(source, quant)
+                model_spec(checkpoint.gguf)
+                pack_source(checkpoint, out, consume=consume, progress=report)
+            else:
+                out = out or default_output(source)
+                pack_gguf(source, out, consume=consume, progress=report, check=model_spec)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; run the same command again to go on") from None
     print(out)
 
 
@@ -87,7 +87,7 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack t
     for fault in faults:
         print(fault)
     if faults:
-        print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; make the pack again")
+        print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; {AGAIN}")
         raise typer.Exit(1)
     print(f"{path}: no faults")
 
@@ -103,6 +103,7 @@ def export(
 
 
 def _table(summary: Summary) -> Table:
+    sizes = dict.fromkeys(map(format_bytes, (summary.expert_bytes_min, summary.expert_bytes_max)))
     table = Table(show_header=False, box=None, pad_edge=False)
     rows = {
         "file": f"{summary.path} ({'pack' if summary.packed else 'GGUF; sizes are those of its pack'})",
@@ -112,7 +113,7 @@ def _table(summary: Summary) -> Table:
         "layers": f"{summary.layers}, {summary.expert_layers} with experts",
         "experts": f"{summary.experts} a layer, top-{summary.top_k}" if summary.experts else "none (dense)",
         "expert files": f"{summary.expert_files}, {format_bytes(summary.expert_bytes)}",
-        "one expert": f"{format_bytes(summary.expert_bytes_min)} to {format_bytes(summary.expert_bytes_max)}",
+        "one expert": " to ".join(sizes),
         "trunk": format_bytes(summary.trunk_bytes),
         "context length": str(summary.context_length or "-"),
         "chat template": "yes" if summary.chat_template else "no",

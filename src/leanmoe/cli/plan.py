@@ -20,7 +20,7 @@ from leanmoe.experts.slots import SlotPlan
 from leanmoe.formats.gguf import GGUFFile, read_gguf
 from leanmoe.models.registry import model_spec
 from leanmoe.models.spec import ModelSpec
-from leanmoe.pack import expert_layouts, open_pack
+from leanmoe.pack import expert_layouts, names_pack, open_pack
 from leanmoe.units import format_bytes
 
 
@@ -35,7 +35,7 @@ def plan(
     """Show where every byte of a memory budget goes, and how fast that will be. Reads headers only."""
     if config.devices[0] != "cpu" and config.vram is None:
         raise UsageError("say how much the GPU has with --vram: a plan asks no device")
-    if model.is_dir():
+    if names_pack(model):
         pack = open_pack(model)
         gguf, manifest = pack.trunk, pack.manifest
     else:
@@ -131,7 +131,7 @@ def _show(made: MemoryPlan, model: Path) -> None:
         "what", "bytes", "", title=f"{model.name} in {format_bytes(made.memory)}", title_justify="left"
     )
     table.columns[1].justify = "right"
-    table.add_row("fixed", format_bytes(made.fixed), "interpreter, libraries, tokenizer")
+    table.add_row("fixed", format_bytes(made.fixed), "interpreter, libraries, tokenizer (estimated)")
     for d in made.devices:
         where = f"{d.device}, layers {d.layers.start} to {d.layers.stop - 1}"
         table.add_row("trunk", format_bytes(d.trunk), where)
@@ -144,7 +144,7 @@ def _show(made: MemoryPlan, model: Path) -> None:
     if made.experts:
         share = f"{made.residency:.1%} of {format_bytes(made.experts)} of experts resident"
         console.print(
-            f"{share}; smallest memory that works: {format_bytes(made.smallest_memory)}", highlight=False
+            f"{share}; smallest memory that works: {made.smallest_memory >> 20}MiB", highlight=False
         )
     if made.below_working_set:
         console.print("The slots hold less than one token's experts: most look-ups will read from disk.")

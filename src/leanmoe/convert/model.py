@@ -90,7 +90,7 @@ class CheckpointSource:
         raise UsageError(f"{self._folder}: --consume works for GGUF files; this is a safetensors checkpoint")
 
     @contextmanager
-    def open(self, consume: bool) -> Iterator[Reader]:
+    def open(self, consumer: int | None) -> Iterator[Reader]:
         """Opens the checkpoint's files."""
         checkpoint = Checkpoint(self._stored, self._fp8_block)
         try:

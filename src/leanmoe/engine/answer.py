@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -27,8 +27,8 @@ class Usage:
     completion_tokens: int
     prompt_seconds: float
     decode_seconds: float
-    prompt_experts: CacheStats
-    decode_experts: CacheStats
+    prompt_experts: CacheStats = field(repr=False)
+    decode_experts: CacheStats = field(repr=False)
 
     @property
     def read_bytes_per_token(self) -> float:
@@ -53,7 +53,7 @@ class Completion:
     """A finished answer. `finish_reason` is "stop", "length" or "cancelled"; `tokens` includes a stop token."""
 
     text: str
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     finish_reason: str
     usage: Usage
 
@@ -64,6 +64,7 @@ class _Progress:
     def __init__(self) -> None:
         self.stop = False
         self.tokens = 0
+        self.on_prompt: Callable[[int, int], None] = lambda done, total: None
         self.completion: Completion | None = None
 
     def stopped(self) -> bool:
@@ -81,7 +82,15 @@ class Stream:
         self._pieces, self._progress = pieces, progress
 
     def __iter__(self) -> Iterator[str]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def watch_prompt(self, callback: Callable[[int, int], None]) -> None:
+        """Has `callback` told, in the thread that reads the stream, how many tokens of the prompt are computed, and
+        of how many: before the first chunk and after each."""
+        self._progress.on_prompt = callback
 
     @property
     def completion(self) -> Completion | None:
@@ -156,7 +165,8 @@ class Answer:
             if not self._reuse:
                 sequence.reset()
             reused = sequence.keep_prefix(self._prompt)
-            logits = prefill(self._decoder, sequence, self._prompt[reused:], self._chunk, progress.stopped)
+            wanted, told = self._prompt[reused:], progress.on_prompt
+            logits = prefill(self._decoder, sequence, wanted, self._chunk, progress.stopped, told)
             prompted, between, in_prompt = time.perf_counter(), self._stats(), len(sequence.tokens)
             text: list[str] = []
             tokens: list[int] = []

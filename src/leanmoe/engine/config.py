@@ -6,6 +6,7 @@ from leanmoe.errors import UsageError
 from leanmoe.experts.policy import policy_named
 from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import DEFAULT_LEVEL, Predictor, Prefetch
+from leanmoe.units import format_bytes
 
 PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")
 PREDICTORS: tuple[Predictor, ...] = ("gate", "transitions", "both")
@@ -106,6 +107,11 @@ class EngineConfig:
                 raise UsageError(f"device '{device}' is unknown; wanted cpu, cuda or cuda:N")
         if len({d.partition(":")[0] for d in self.devices}) > 1:
             raise UsageError("layers cannot be split between cpu and cuda yet; name devices of one kind")
+        if self.cache and self.memory and self.cache > self.memory and self.devices[0] == "cpu":
+            raise UsageError(
+                f"a cache of {format_bytes(self.cache)} does not fit a memory budget of {format_bytes(self.memory)}; "
+                "the slots are part of the budget"
+            )
         if self.vram is not None and self.devices[0].startswith("cpu"):
             raise UsageError("a VRAM budget needs a CUDA device; on the CPU set the memory budget")
 

@@ -1,5 +1,6 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -20,9 +21,15 @@ from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
 from leanmoe.engine.learning import Learner, model_identity
-from leanmoe.engine.memory import default_budget, peak_bytes, resident_bytes, return_large_blocks
+from leanmoe.engine.memory import (
+    default_budget,
+    machine_bytes,
+    peak_bytes,
+    resident_bytes,
+    return_large_blocks,
+)
 from leanmoe.engine.plan import MemoryPlan, plan_memory
-from leanmoe.engine.sampling import Sampler, SamplingOptions, SamplingParams
+from leanmoe.engine.sampling import Sampler, SamplingOptions, sampling_params
 from leanmoe.engine.sequence import Sequence
 from leanmoe.engine.tuning import find_choice
 from leanmoe.errors import BudgetError, FormatError, UnsupportedError, UsageError
@@ -43,10 +50,12 @@ from leanmoe.pack import Pack, open_pack
 from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
 from leanmoe.units import format_bytes, parse_bytes
 
+_log = logging.getLogger(__name__)
+
 
 class _AnswerOptions(SamplingOptions, total=False):
     max_tokens: int | None
-    stop: SequenceOf[str]
+    stop: str | SequenceOf[str]
     ignore_eos: bool
 
 
@@ -82,7 +91,7 @@ class LLM:
         *,
         cache: str | int | None = None,
         vram: str | int | None = None,
-        devices: SequenceOf[str] = ("cpu",),
+        devices: str | SequenceOf[str] = ("cpu",),
         context: int | None = None,
         kv_type: str = "f16",
         chunk: int | None = None,
@@ -103,7 +112,7 @@ class LLM:
             memory=_bytes(memory),
             cache=_bytes(cache),
             vram=_bytes(vram),
-            devices=tuple(devices),
+            devices=(devices,) if isinstance(devices, str) else tuple(devices),
             context=context,
             kv_type=kv_type,
             chunk=chunk,
@@ -124,6 +133,8 @@ class LLM:
         self.tokenizer = _tokenizer(self.pack.trunk, self.spec.vocab)
         self._template: ChatTemplate | None = None
         available = config.memory or default_budget()
+        if available > (there := machine_bytes()):
+            _log.warning("a budget of %s: there are %s in all", format_bytes(available), format_bytes(there))
         chosen = find_choice(self.pack.path, available)
         self.config = replace(config.settled(chosen), memory=available, threads=config.threads or _cores())
         assert self.config.threads is not None
@@ -170,7 +181,7 @@ class LLM:
         prompt: str | SequenceOf[int],
         *,
         max_tokens: int | None = None,
-        stop: SequenceOf[str] = (),
+        stop: str | SequenceOf[str] = (),
         ignore_eos: bool = False,
         special: bool = False,
         **sampling: Unpack[SamplingOptions],
@@ -182,8 +193,8 @@ class LLM:
         prompt stand for them. `sampling` as in `SamplingParams`. The sequence starts afresh, so that the same
         call with a seed, or temperature 0, gives the same answer.
         """
-        if isinstance(prompt, bytes | bytearray):
-            raise UsageError("the prompt is bytes; wanted text or token ids")
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise UsageError(f"the prompt is {type(prompt).__name__}; wanted text or token ids")
         tokens = (
             self.tokenizer.encode(prompt, parse_special=special) if isinstance(prompt, str) else list(prompt)
         )
@@ -198,7 +209,7 @@ class LLM:
         messages: SequenceOf[Message],
         *,
         max_tokens: int | None = None,
-        stop: SequenceOf[str] = (),
+        stop: str | SequenceOf[str] = (),
         ignore_eos: bool = False,
         template: dict[str, Any] | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -315,6 +326,11 @@ class LLM:
         if first and self.config.learn and self._learner is not None and self._process == os.getpid():
             self._learner.keep()
 
+    def __repr__(self) -> str:
+        experts = f", {self.plan.residency:.0%} of the experts resident" if self.plan.experts else ""
+        held = "closed" if self._closed else f"{format_bytes(self.plan.memory)} of memory{experts}"
+        return f"<LLM {str(self.pack.path)!r}: {self.spec.architecture}, {held}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -389,16 +405,13 @@ class LLM:
         self,
         tokens: list[int],
         max_tokens: int | None,
-        stop: SequenceOf[str],
+        stop: str | SequenceOf[str],
         ignore_eos: bool,
         sampling: SamplingOptions,
         *,
         reuse: bool,
     ) -> Stream:
-        try:
-            params = SamplingParams(**sampling)
-        except TypeError as unknown:
-            raise UsageError(f"sampling: {unknown}") from None
+        params = sampling_params(sampling)
         if max_tokens is not None and (not isinstance(max_tokens, Integral) or max_tokens < 1):
             raise UsageError(f"max_tokens is {max_tokens}; wanted 1 or more")
         ids = self._checked(tokens)

@@ -70,6 +70,11 @@ def _physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def machine_bytes() -> int:
+    """The memory that this process could have if nothing else ran: the machine's, or its control group's."""
+    return min(_physical(), cgroup_limit() or _physical())
+
+
 def default_budget() -> int:
     """The process budget when none is given: nine tenths of what this process could still have.
 

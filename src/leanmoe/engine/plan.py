@@ -55,7 +55,8 @@ class DevicePlan:
 class MemoryPlan:
     """The budget's breakdown. `fixed` is host memory that holds no weights; `experts` all expert files' bytes.
 
-    `smallest_memory` is the least host memory that would work with the same context and the smallest chunk.
+    `smallest_memory` is the least host memory that would work with the same context and the smallest chunk: whole
+    MiB, rounded up, so that it may be written in a command.
     """
 
     memory: int
@@ -141,9 +142,13 @@ def plan_memory(
     threads = config.threads or len(os.sched_getaffinity(0))
     chunk = config.chunk or _chunk(spec, context, threads, budgets, needs)
     scratch = scratch_bytes(spec, chunk, context, threads)
+    least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context, threads)
+    smallest = _whole_mib(fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs)))
     for need, budget in zip(needs, budgets, strict=True):
         if budget < need.floor(scratch):
-            raise _too_small(need, scratch, context, fixed, on_gpu, count, memory if not on_gpu else budget)
+            raise _too_small(
+                need, scratch, context, None if on_gpu else fixed, smallest, budget if on_gpu else memory
+            )
     cache = None if config.cache is None else config.cache // count
     devices = tuple(
         DevicePlan(
@@ -152,8 +157,6 @@ def plan_memory(
         for name, need, budget in zip(config.devices, needs, budgets, strict=True)
     )
     experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
-    least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context, threads)
-    smallest = fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs))
     return MemoryPlan(memory, fixed, context, chunk, experts, smallest, devices)
 
 
@@ -253,26 +256,29 @@ def _chunk(spec: ModelSpec, context: int, threads: int, budgets: tuple[int, ...]
     return CHUNKS[-1]
 
 
+def _whole_mib(memory: int) -> int:
+    """`memory` with room for what the next process may take more, in whole MiB."""
+    return -(-(memory + _BASE_VARIES) // 2**20) << 20
+
+
 def _too_small(
-    need: _Needs, scratch: int, context: int, fixed: int, on_gpu: bool, count: int, budget: int
+    need: _Needs, scratch: int, context: int, fixed: int | None, smallest: int, budget: int
 ) -> BudgetError:
+    """`fixed` is None on a GPU; then the smallest budget of that GPU is named instead of `smallest`."""
     parts = {
         "trunk": need.trunk,
         f"KV state for {context} tokens": need.state,
         "scratch": scratch,
         "expert slots at the least": need.slot_floor(),
     }
-    smallest = need.floor(scratch)
-    if on_gpu:
-        smallest += _CUDA_DEVICE_BYTES
+    if fixed is None:
+        smallest = _whole_mib(need.floor(scratch) + _CUDA_DEVICE_BYTES)
         budget += _CUDA_DEVICE_BYTES
     else:
         parts = {"process without weights": fixed, **parts}
-        smallest = fixed + smallest * count
     sums = " + ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
-    wanted = -(-(smallest + _BASE_VARIES) // 2**20)
     return BudgetError(
-        f"a budget of {format_bytes(budget)} is too small: {sums}; the smallest that works is {wanted}MiB "
+        f"a budget of {format_bytes(budget)} is too small: {sums}; the smallest that works is {smallest >> 20}MiB "
         "(a shorter --context needs less)"
     )
 

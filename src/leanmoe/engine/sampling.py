@@ -1,7 +1,7 @@
 """Choosing the next token from logits."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import TypedDict
 
@@ -22,6 +22,15 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     penalty_window: int
     seed: int | None
+
+
+def sampling_params(options: SamplingOptions) -> "SamplingParams":
+    """The parameters of keyword arguments. Raises `UsageError` for one that does not exist or is out of range."""
+    known = [each.name for each in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}; sampling takes {', '.join(known)}")
+    return SamplingParams(**options)
 
 
 @dataclass(frozen=True, slots=True)

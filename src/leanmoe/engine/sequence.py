@@ -47,10 +47,12 @@ def prefill(
     tokens: SequenceOf[int],
     chunk: int,
     cancelled: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> torch.Tensor | None:
     """Feeds `tokens` (at least one) in chunks and returns the logits [vocab] after the last.
 
-    None if `cancelled` said so between chunks; the sequence then holds the chunks that were fed.
+    None if `cancelled` said so between chunks; the sequence then holds the chunks that were fed. `progress` is told
+    before and after each chunk how many tokens are done, and of how many.
     """
     state = sequence.state
     state.reserve(len(tokens))
@@ -59,11 +61,13 @@ def prefill(
     state.mark = end - _OPENING if len(tokens) > _OPENING else None
     logits: torch.Tensor | None = None
     for begin in range(0, len(tokens), chunk):
+        progress(begin, len(tokens))
         if cancelled():
             return None
         part = list(tokens[begin : begin + chunk])
         logits = decoder.forward(Batch.of([(state, part)]))[0]
         sequence.tokens.extend(part)
+    progress(len(tokens), len(tokens))
     return logits
 
 

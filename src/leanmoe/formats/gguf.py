@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from leanmoe.errors import FormatError, UsageError
-from leanmoe.formats.gguf_header import KIND_UINT32, MAGIC, Header, StringArray, TensorInfo, read_header
+from leanmoe.formats.consumed import MAGIC
+from leanmoe.formats.gguf_header import KIND_UINT32, Header, StringArray, TensorInfo, read_header
 from leanmoe.formats.quant_types import QuantType
 
 __all__ = ["GGUFFile", "StringArray", "TensorInfo", "encode_header", "encode_u32", "read_gguf"]
@@ -56,19 +57,21 @@ class GGUFFile:
         return value
 
 
-def read_gguf(path: Path | str) -> GGUFFile:
+def read_gguf(path: Path | str, *, consumer: int | None = None) -> GGUFFile:
     """The header of the model in `path`, which may be any shard of a split model; tensor data is not read.
+
+    Shards that are being freed while they are packed are refused, unless `consumer` is who frees them.
 
     Raises `UsageError` if there is no such file, `FormatError` for a malformed, truncated or inconsistent
     file, and `UnsupportedError` for another version, byte order or tensor type.
     """
     path = Path(path)
-    header = _read_one(path)
+    header = _read_one(path, consumer)
     count = _split_number(path, header, "split.count", 1)
     if count <= 1:
         return GGUFFile(path, (path,), (header.data_start,), header.metadata, header.tensors, header.raw_kv)
     shards = _sibling_shards(path, header, count)
-    headers = [header if shard == path else _read_one(shard) for shard in shards]
+    headers = [header if shard == path else _read_one(shard, consumer) for shard in shards]
     tensors: dict[str, TensorInfo] = {}
     for index, (shard, part) in enumerate(zip(shards, headers, strict=True)):
         for key, wanted in (("split.no", index), ("split.count", count)):
@@ -90,12 +93,12 @@ def read_gguf(path: Path | str) -> GGUFFile:
     return GGUFFile(shards[0], shards, starts, headers[0].metadata, tensors, headers[0].raw_kv)
 
 
-def _read_one(path: Path) -> Header:
+def _read_one(path: Path, consumer: int | None) -> Header:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path}: is not a regular file; a GGUF file was wanted")
-        return read_header(path)
+        return read_header(path, consumer)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; a GGUF file was wanted") from None
     except OSError as error:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from leanmoe.errors import FormatError, UnsupportedError
+from leanmoe.formats.consumed import HEAD_BYTES, MAGIC, consumer_of, unmarked
 from leanmoe.formats.quant_types import QuantType, quant_type
 
-MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 # Real headers take tens of MB at most (a vocabulary of 260,000 with its merges: 15 MB). The limits keep a
 # hostile file from costing memory or time.
@@ -187,13 +187,17 @@ class _Cursor:
         return text
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, consumer: int | None = None) -> Header:
     """The header of the one file `path`; a shard is read alone.
+
+    A file that is being freed while it is packed is refused, unless `consumer` is who frees it.
 
     Raises `FormatError`, `UnsupportedError` and `OSError`.
     """
     with path.open("rb") as file:
-        return _read(_Cursor(file, path, os.fstat(file.fileno()).st_size))
+        cursor = _Cursor(file, path, os.fstat(file.fileno()).st_size)
+        _accept_mark(cursor, consumer)
+        return _read(cursor)
 
 
 def parse_header(header: bytes, path: Path, size: int) -> Header:
@@ -221,6 +225,21 @@ def _read(cursor: _Cursor) -> Header:
     whole = memoryview(cursor.buffer).toreadonly()
     raw_kv = {key: whole[start:end] for key, (start, end) in spans.items()}
     return Header(metadata, raw_kv, tensors, data_start)
+
+
+def _accept_mark(cursor: _Cursor, consumer: int | None) -> None:
+    """Takes the mark off a header in memory if it is that of `consumer`, and refuses any other."""
+    if cursor.size < HEAD_BYTES:
+        return
+    cursor.need(HEAD_BYTES, "the magic")
+    if (found := consumer_of(bytes(cursor.buffer[:HEAD_BYTES]))) is None:
+        return
+    if found != consumer:
+        raise cursor.error(
+            "parts of it were freed by lean pack --consume, so it is no whole model any more; run that command "
+            "again, with the same name for the pack, to go on (if the pack's .partial is gone, fetch the model again)"
+        )
+    cursor.buffer[:HEAD_BYTES] = unmarked(bytes(cursor.buffer[:HEAD_BYTES]))
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from leanmoe.errors import UsageError
+from leanmoe.formats.consumed import HEAD_BYTES, consumer_of, marked
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _PAGE = 4096
@@ -21,6 +22,30 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
     if libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def mark(fd: int, path: Path, consumer: int) -> None:
+    """Marks the open GGUF file `path` as being freed by `consumer`, durably, so that nobody takes it for whole.
+
+    Raises `UsageError` if another is freeing it, and `OSError`.
+    """
+    head = os.pread(fd, HEAD_BYTES, 0)
+    if (found := consumer_of(head)) is None:
+        os.pwrite(fd, marked(head, consumer), 0)
+        os.fsync(fd)
+    elif found != consumer:
+        raise UsageError(
+            f"{path}: another lean pack --consume has begun to free it; give the name of that pack"
+        )
+
+
+def is_marked(path: Path, consumer: int) -> bool:
+    """Whether there is a file `path` that bears the mark of `consumer`. Raises `OSError`."""
+    try:
+        with path.open("rb") as file:
+            return consumer_of(file.read(HEAD_BYTES)) == consumer
+    except FileNotFoundError:
+        return False
 
 
 def check_consumable(shards: Iterable[Path]) -> None:

@@ -1,7 +1,7 @@
 """Copies the source's bytes into the files of a pack, step by step, each on disk before the next."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -51,7 +51,10 @@ class Copier:
     def __init__(
         self, directory: Path, source: Source, journal: Journal, report: Callable[[int, str], None]
     ) -> None:
-        """`report` is called with the bytes just written and the file's name. Raises `OSError`."""
+        """`report` is called with the bytes just written and the file's name.
+
+        Raises `OSError`, and `UsageError` if another process is freeing the source.
+        """
         self.directory, self.journal, self.report = directory, journal, report
         self._buffer = memoryview(bytearray(CHUNK))
         self._zeros = bytes(CHUNK)
@@ -59,7 +62,7 @@ class Copier:
         self._hashed: tuple[str, int] | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:
-            self._source = stack.enter_context(source.open(journal.consuming))
+            self._source = stack.enter_context(source.open(journal.consumer))
             self._syncing = stack.enter_context(ThreadPoolExecutor(_SYNCING))
             self._stack = stack.pop_all()
 
@@ -98,9 +101,9 @@ class Copier:
         self.journal.record(digests, marks)
         self.free(step)
 
-    def free(self, parts: Iterable[Part]) -> None:
+    def free(self, parts: list[Part]) -> None:
         """Frees the source's bytes of `parts`, which are on disk and recorded; nothing unless consuming."""
-        if self.journal.consuming:
+        if parts and self.journal.consumer is not None:
             for path, start, end in whole_pages(r for part in parts for r in part.source_ranges()):
                 self._source.free(path, start, end - start)
 

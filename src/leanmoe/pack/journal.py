@@ -8,16 +8,18 @@ import fcntl
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from leanmoe.errors import FormatError, UsageError
+from leanmoe.formats.consumed import MAX_CONSUMER
 from leanmoe.pack.digests import LINE, NAME
 
 JOURNAL = "journal"
 _MARK = re.compile(rf"mark ([0-9]{{1,19}})  ({NAME})")
-_CONSUME = "consume"
+_CONSUME = re.compile(r"consume ([0-9a-f]{6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Fingerprint:
 
     def to_line(self) -> str:
         """The first line of a journal."""
-        return json.dumps({"journal": 1, "manifest_blake3": self.manifest_digest, "files": self.files})
+        return json.dumps({"journal": 2, "manifest_blake3": self.manifest_digest, "files": self.files})
 
     def describe(self) -> str:
         """The files and their sizes, for an error message."""
@@ -47,7 +49,7 @@ class Fingerprint:
         """The fingerprint in the first line of a journal; None if that is no such line."""
         try:
             values = json.loads(line)
-            if values["journal"] != 1:
+            if values["journal"] != 2:
                 return None
             files = tuple((str(name), int(size), int(mtime)) for name, size, mtime in values["files"])
             return cls(str(values["manifest_blake3"]), files)
@@ -58,8 +60,8 @@ class Fingerprint:
 class Journal:
     """The open, locked journal of a `.partial` directory. Owns its file descriptor until `close`.
 
-    `digests` has the digest of each finished file, `marks` the bytes on disk of each file begun; `consuming`
-    says that parts of the source may have been freed.
+    `digests` has the digest of each finished file, `marks` the bytes on disk of each file begun. `consumer`
+    is the number by which the source is marked, parts of which may have been freed; None if it is kept.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -76,8 +78,13 @@ class Journal:
         self.source: Fingerprint | None = None
         self.digests: dict[str, bytes] = {}
         self.marks: dict[str, int] = {}
-        self.consuming = False
+        self.consumer: int | None = None
         self._load()
+
+    @property
+    def consuming(self) -> bool:
+        """Whether parts of the source may have been freed."""
+        return self.consumer is not None
 
     def close(self) -> None:
         """Releases the lock."""
@@ -99,8 +106,8 @@ class Journal:
         if index == 0:
             self.source = Fingerprint.from_line(line)
             return self.source is not None
-        if line == _CONSUME:
-            self.consuming = True
+        if consume := _CONSUME.fullmatch(line):
+            self.consumer = int(consume[1], 16)
         elif digest := LINE.fullmatch(line):
             self.digests[digest[2]] = bytes.fromhex(digest[1])
         elif mark := _MARK.fullmatch(line):
@@ -134,11 +141,13 @@ class Journal:
     def begin(self, source: Fingerprint, consume: bool) -> None:
         """Writes the first line if there is none, and says so if from now on the source is freed."""
         lines = [] if self.source else [source.to_line()]
-        if consume and not self.consuming:
-            lines.append(_CONSUME)
+        consumer = self.consumer
+        if consume and consumer is None:
+            consumer = secrets.randbelow(MAX_CONSUMER + 1)
+            lines.append(f"consume {consumer:06x}")
         if lines:
             self._append(lines)
-        self.source, self.consuming = self.source or source, consume
+        self.source, self.consumer = self.source or source, consumer
 
     def record(self, digests: dict[str, bytes], marks: dict[str, int]) -> None:
         """Says that these files, and these many bytes of files begun, have reached the disk."""
@@ -157,6 +166,16 @@ class Journal:
         while data:
             data = data[os.write(self._fd, data) :]
         os.fsync(self._fd)
+
+
+def recorded_consumer(directory: Path) -> int | None:
+    """The number by which the source of an unfinished pack in `directory` is marked, if it is being freed."""
+    try:
+        lines = (directory / JOURNAL).read_text("ascii", errors="replace").split("\n")[:-1]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    found = next(filter(None, map(_CONSUME.fullmatch, lines)), None)
+    return int(found[1], 16) if found else None
 
 
 def _without_times(fingerprint: Fingerprint) -> Fingerprint:

@@ -13,6 +13,9 @@ from leanmoe.formats.io import read_small_file
 from leanmoe.pack.digests import DIGESTS, MANIFEST, TRUNK, expert_name, read_digests
 from leanmoe.pack.manifest import MAX_MANIFEST_BYTES, LayerManifest, Manifest
 
+AGAIN = "delete the pack and make it again with: lean pack FILE.gguf"
+"""What helps against a damaged pack."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
@@ -54,10 +57,18 @@ def open_pack(path: Path | str) -> Pack:
             _check_files(path, layer)
         trunk = _open_trunk(path, manifest)
     except OSError as error:
-        raise FormatError(
-            f"{error.filename or path}: cannot be read: {error.strerror}; pack again"
-        ) from error
+        raise FormatError(f"{error.filename or path}: cannot be read: {error.strerror}; {AGAIN}") from error
     return Pack(path, manifest, trunk, digests)
+
+
+def is_pack(path: Path) -> bool:
+    """Whether `path` is a finished pack, as far as its name list tells."""
+    return (path / MANIFEST).is_file()
+
+
+def names_pack(path: Path) -> bool:
+    """Whether `path` is meant as a pack: a directory, or the name of a pack that is not finished."""
+    return path.is_dir() or (not path.exists() and path.with_name(path.name + ".partial").is_dir())
 
 
 def check_is_pack(path: Path) -> None:
@@ -92,14 +103,14 @@ def _check_digests(path: Path, manifest: Manifest, digests: Mapping[str, bytes])
     file = path / DIGESTS
     wanted = manifest.expert_files + 2
     if len(digests) != wanted:
-        raise FormatError(f"{file}: lists {len(digests)} files; the manifest has {wanted}; pack again")
+        raise FormatError(f"{file}: lists {len(digests)} files; the manifest has {wanted}; {AGAIN}")
     experts = ((layer.layer, expert) for layer in manifest.layers for expert in range(layer.expert_count))
     for name in (MANIFEST, TRUNK, *(expert_name(*pair) for pair in experts)):
         if name not in digests:
-            raise FormatError(f"{file}: has no digest for {name}; pack again")
+            raise FormatError(f"{file}: has no digest for {name}; {AGAIN}")
     if blake3.blake3((path / MANIFEST).read_bytes()).digest() != digests[MANIFEST]:
         raise FormatError(
-            f"{path / MANIFEST}: does not match its digest in {DIGESTS}; it was altered: pack again"
+            f"{path / MANIFEST}: does not match its digest in {DIGESTS}; it was altered: {AGAIN}"
         )
 
 
@@ -112,9 +123,7 @@ def _check_files(path: Path, layer: LayerManifest) -> None:
         file = path / expert_name(layer.layer, expert)
         size = sizes.get(file.name)
         if size is None:
-            raise FormatError(
-                f"{file}: missing; lean verify lists every fault, lean pack makes the pack anew"
-            )
+            raise FormatError(f"{file}: missing; lean verify lists every fault")
         if size != layer.layout.file_bytes:
             raise FormatError(
                 f"{file}: {size} bytes long; the manifest says {layer.layout.file_bytes}; "
@@ -126,7 +135,7 @@ def _open_trunk(path: Path, manifest: Manifest) -> GGUFFile:
     file = path / TRUNK
     size = file.stat().st_size
     if size != manifest.trunk_bytes:
-        raise FormatError(f"{file}: {size} bytes long; the manifest says {manifest.trunk_bytes}; pack again")
+        raise FormatError(f"{file}: {size} bytes long; the manifest says {manifest.trunk_bytes}; {AGAIN}")
     trunk = read_gguf(file)
     if trunk.architecture != manifest.architecture:
         raise FormatError(

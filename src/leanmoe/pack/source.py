@@ -1,5 +1,6 @@
 """Where the bytes of a pack come from: the files of a GGUF model, or a model that is converted as it is read."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -8,9 +9,10 @@ from typing import Protocol
 
 import blake3
 
-from leanmoe.errors import FormatError
+from leanmoe.errors import FormatError, UsageError
+from leanmoe.formats.consumed import unmarked
 from leanmoe.formats.gguf import GGUFFile
-from leanmoe.pack.consume import check_consumable, punch
+from leanmoe.pack.consume import check_consumable, mark, punch
 from leanmoe.pack.manifest import SourceFile
 
 
@@ -42,8 +44,11 @@ class Source(Protocol):
     def check_consumable(self) -> None:
         """Raises `UsageError` unless the source's bytes can be freed while it is packed."""
 
-    def open(self, consume: bool) -> AbstractContextManager[Reader]:
-        """Opens the files, for writing too if they are to be consumed. Raises `OSError`."""
+    def open(self, consumer: int | None) -> AbstractContextManager[Reader]:
+        """Opens the files, for writing too if `consumer` is to free them.
+
+        Raises `OSError`, and `UsageError` if another process is freeing them.
+        """
 
 
 class GGUFSource:
@@ -65,22 +70,25 @@ class GGUFSource:
         check_consumable(self.gguf.shards)
 
     @contextmanager
-    def open(self, consume: bool) -> Iterator[Reader]:
+    def open(self, consumer: int | None) -> Iterator[Reader]:
         """Opens every shard."""
-        flags = os.O_CLOEXEC | (os.O_RDWR if consume else os.O_RDONLY)
+        flags = os.O_CLOEXEC | (os.O_RDONLY if consumer is None else os.O_RDWR)
         with ExitStack() as stack:
             fds = {}
             for shard in self.gguf.shards:
                 fds[shard] = os.open(shard, flags)
                 stack.callback(os.close, fds[shard])
-            yield _FileReader(fds)
+                if consumer is not None:
+                    _lock(fds[shard], shard)
+            yield _FileReader(fds, consumer)
 
 
 class _FileReader:
     """Bytes of open files. Borrows the descriptors."""
 
-    def __init__(self, fds: dict[Path, int]) -> None:
-        self._fds = fds
+    def __init__(self, fds: dict[Path, int], consumer: int | None) -> None:
+        self._fds, self._consumer = fds, consumer
+        self._marked = False
 
     def read(self, path: Path, offset: int, buffer: memoryview) -> None:
         read_at(self._fds[path], path, offset, buffer)
@@ -89,7 +97,19 @@ class _FileReader:
         os.posix_fadvise(self._fds[path], offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def free(self, path: Path, offset: int, nbytes: int) -> None:
+        assert self._consumer is not None
+        if not self._marked:  # all shards, each on disk before the first hole
+            for shard, fd in self._fds.items():
+                mark(fd, shard, self._consumer)
+            self._marked = True
         punch(self._fds[path], offset, nbytes)
+
+
+def _lock(fd: int, shard: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{shard}: another lean pack is consuming it; wait for it to finish") from None
 
 
 def read_at(fd: int, path: Path, offset: int, buffer: memoryview) -> None:
@@ -111,7 +131,7 @@ def describe_file(path: Path, head: int) -> SourceFile:
     """The name and size of `path` and the digest of its first `head` bytes. Raises `FormatError`."""
     try:
         with path.open("rb") as file:
-            digest = blake3.blake3(file.read(head)).hexdigest()
+            digest = blake3.blake3(unmarked(file.read(head))).hexdigest()
         return SourceFile(path.name, path.stat().st_size, digest)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from leanmoe.formats.gguf import read_gguf
 from leanmoe.formats.quant_types import QuantType
 from leanmoe.pack.plan import expert_layouts
-from leanmoe.pack.reader import open_pack
+from leanmoe.pack.reader import names_pack, open_pack
 from leanmoe.pack.slices import split_experts
 
 
@@ -42,7 +42,7 @@ class Summary:
 
 def summarize(path: Path) -> Summary:
     """The facts about the pack or GGUF file `path`. Raises as `open_pack` and `expert_layouts`."""
-    packed = path.is_dir()
+    packed = names_pack(path)
     if packed:
         pack = open_pack(path)
         gguf, manifest, trunk = pack.trunk, pack.manifest, tuple(pack.trunk.tensors.values())

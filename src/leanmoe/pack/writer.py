@@ -3,16 +3,17 @@
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import blake3
 
 from leanmoe.errors import BudgetError, FormatError, UsageError
-from leanmoe.formats.gguf import read_gguf
+from leanmoe.formats.gguf import GGUFFile, read_gguf
+from leanmoe.pack.consume import is_marked
 from leanmoe.pack.copier import Copier, PackProgress, ProgressCallback, sync_directory
 from leanmoe.pack.digests import DIGESTS, EXPERTS, MANIFEST, format_digests
-from leanmoe.pack.journal import JOURNAL, Fingerprint, Journal
+from leanmoe.pack.journal import JOURNAL, Fingerprint, Journal, recorded_consumer
 from leanmoe.pack.plan import PackPlan, plan_pack
 from leanmoe.pack.source import GGUFSource, Source
 from leanmoe.pack.steps import finished_parts, peak_growth, plan_steps
@@ -28,22 +29,34 @@ def default_output(source: Path) -> Path:
 
 
 def pack_gguf(
-    source: Path | str, out: Path | str, *, consume: bool = False, progress: ProgressCallback | None = None
+    source: Path | str,
+    out: Path | str,
+    *,
+    consume: bool = False,
+    progress: ProgressCallback | None = None,
+    check: Callable[[GGUFFile], object] | None = None,
 ) -> Path:
     """Packs the GGUF model `source` (any shard of a split one) into the directory `out`, and returns `out`.
 
     Writes to `out`.partial, which a later call with the same arguments resumes, and renames it last. With
     `consume` the source's bytes are freed as they are packed, and its files deleted at the end.
+    `check` is called with the model's header before anything is written, to refuse it by an error of its own.
 
     Raises `UsageError` if `out` exists or the source cannot be consumed, `BudgetError` if the disk is too
     small, `FormatError` and `UnsupportedError` for a source that is damaged, changed, or cannot be packed.
     """
     source, out = Path(source), Path(out)
+    if source.is_dir():
+        found = "is a pack already" if (source / MANIFEST).exists() else "is a directory"
+        raise UsageError(f"{source}: {found}; a GGUF file was wanted")
     try:
         if os.path.lexists(out):
             _finish_consuming(source, out, consume)
         else:
-            pack_source(GGUFSource(read_gguf(source)), out, consume=consume, progress=progress)
+            gguf = read_gguf(source, consumer=recorded_consumer(_partial(out)))
+            if check is not None:
+                check(gguf)
+            pack_source(GGUFSource(gguf), out, consume=consume, progress=progress)
     except OSError as error:
         raise _stopped(out, error) from error
     return out
@@ -65,15 +78,24 @@ def _stopped(out: Path, error: OSError) -> UsageError:
     return UsageError(f"{error.filename or out}: packing stopped: {error.strerror or error}")
 
 
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _exists(out: Path) -> UsageError:
+    found = "there is such a pack already" if (out / MANIFEST).is_file() else "already exists"
+    return UsageError(f"{out}: {found}; give another name, or delete it first to make it again")
+
+
 def _pack(source: Source, out: Path, consume: bool, progress: ProgressCallback | None) -> None:
     if os.path.lexists(out):
-        raise UsageError(f"{out}: already exists; delete it, or give another name")
+        raise _exists(out)
     if not out.parent.is_dir():
         raise UsageError(f"{out.parent}: no such directory; the pack {out.name} was to be written there")
     if consume:
         source.check_consumable()
     plan = plan_pack(source)
-    partial = out.with_name(out.name + ".partial")
+    partial = _partial(out)
     partial.mkdir(exist_ok=True)
     journal = Journal(partial)
     try:
@@ -102,14 +124,14 @@ def _finish_consuming(source: Path, out: Path, consume: bool) -> None:
     if consume and (out / JOURNAL).is_file():
         journal = Journal(out)
         try:
-            files = journal.source.files if journal.source and journal.consuming else ()
-            if any(name == source.name for name, _, _ in files):
-                shards = ((source.with_name(name), size) for name, size, _ in files)
-                _delete_source((s for s, size in shards if s.exists() and s.stat().st_size == size), out)
+            files = journal.source.files if journal.source else ()
+            if journal.consumer is not None and any(name == source.name for name, _, _ in files):
+                shards = (source.with_name(name) for name, _, _ in files)
+                _delete_source([s for s in shards if is_marked(s, journal.consumer)], out)
                 return
         finally:
             journal.close()
-    raise UsageError(f"{out}: already exists; delete it, or give another name")
+    raise _exists(out)
 
 
 def _delete_source(shards: Iterable[Path], out: Path) -> None:

@@ -14,6 +14,9 @@ Message = Mapping[str, Any]
 """`role` and `content` (text, or a list of `{"type": "text", "text": ...}` parts), and whatever else the
 model's template reads, such as `tool_calls`."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose words a message may be."""
+
 _KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE = 1 << 20
 _MAX_PROMPT = 16 << 20
@@ -62,6 +65,10 @@ class ChatTemplate:
         Raises `UsageError` for malformed messages, for messages that the template refuses, and for a template
         that does too much.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise UsageError(f"messages is {messages!r}; wanted a list of objects with `role` and `content`")
+        if not messages:
+            raise UsageError("there are no messages; give at least one")
         template = self._template
         if variables.get("tools") and self._tool_template is not None:
             template = self._tool_template
@@ -121,8 +128,8 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{where} is {message!r}; wanted an object with `role` and `content`")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise UsageError(f"{where}.role is {role!r}; wanted a name such as 'system', 'user' or 'assistant'")
+    if role not in ROLES:
+        raise UsageError(f"{where}.role is {role!r}; wanted one of {', '.join(ROLES)}")
     copied = copy.deepcopy(dict(message))
     content = copied.get("content")
     if isinstance(content, str):

@@ -12,10 +12,10 @@ class StopMatcher:
     counts (the longest of those), so the outcome does not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """`stop` may be empty. Raises `UsageError` for a stop string that is empty or not a string."""
+    def __init__(self, stop: str | Sequence[str]) -> None:
+        """`stop` is one string, or several, or none. Raises `UsageError` for one that is empty or not a string."""
         if isinstance(stop, str):
-            raise UsageError(f"stop is the string {stop!r}; wanted a list of strings")
+            stop = (stop,)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise UsageError(

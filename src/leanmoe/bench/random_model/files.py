@@ -101,7 +101,7 @@ class RandomSource:
         raise UsageError(f"{self.gguf.path}: a random model has no bytes on disk to consume")
 
     @contextmanager
-    def open(self, consume: bool) -> Iterator["_Reader"]:
+    def open(self, consumer: int | None) -> Iterator["_Reader"]:
         """Nothing is opened."""
         yield _Reader(self.gguf, self._weights)
 

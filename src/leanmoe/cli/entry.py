@@ -1,0 +1,16 @@
+"""The first code of the `lean` command: while everything else is imported, Ctrl-C ends it without a word."""
+
+import signal
+
+
+def main() -> None:
+    """Runs `lean`."""
+    before = signal.getsignal(signal.SIGINT)
+    if (
+        before is signal.default_int_handler
+    ):  # left alone where it is ignored, as in the background of a script
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from leanmoe.cli.main import main as lean
+
+    signal.signal(signal.SIGINT, before)
+    lean()
