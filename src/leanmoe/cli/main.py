@@ -20,6 +20,7 @@ from leanmoe.cli.trace_commands import export_trace, import_trace
 from leanmoe.cli.tune import tune
 from leanmoe.errors import LeanError, UsageError
 
+
 class _Commands(TyperGroup):
     """Ends a command that Ctrl-C interrupts as a shell expects; Typer's own group says "Aborted" instead."""
 
