@@ -151,6 +151,32 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(path: Path) -> None:
     os.close(master)
 
 
+def test_ctrl_c_while_the_prompt_is_computed(path: Path) -> None:
+    """For a minute the screen said nothing, and what was not answered stayed in the conversation."""
+    master, slave = pty.openpty()
+    command = [*LEAN, "chat", str(path), "--temp", "0", "-n", "2", "--chunk", "1"]
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=subprocess.PIPE, stderr=slave, start_new_session=True
+    )
+    os.close(slave)
+    _read_until(master, b"> ")
+    os.write(master, b"e " * 400 + b"\n")
+    seen = b""
+    while b"prompt 1 of " not in seen:
+        seen += os.read(master, 4096)
+    process.send_signal(signal.SIGINT)
+    screen = _read_until(master, b"> ")
+    assert b" (stopping)" in screen
+    assert b"\r\x1b[2Kstopped before the answer began; what you said is left out" in screen
+    os.write(master, b"Hello\n")
+    screen = _read_until(master, b"> ")
+    assert int(screen.partition(b" of ")[2].split()[0]) < 100
+    os.write(master, b"\x04")  # Ctrl-D
+    assert process.wait() == 0
+    assert os.read(master, 100).endswith(b"\r\n")
+    os.close(master)
+
+
 def _read_until(fd: int, mark: bytes) -> bytes:
     seen = b""
     while not seen.endswith(mark):

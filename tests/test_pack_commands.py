@@ -86,7 +86,7 @@ def test_a_pack_is_never_the_advice_to_delete_it(tmp_path: Path, source: Path) -
     assert "is a pack already" in told
     assert "delete" not in told
     assert "such a pack already" in str(lean("pack", source).exception)
-    assert "is a directory" in str(lean("pack", tmp_path).exception)
+    assert "a checkpoint has one" in str(lean("pack", tmp_path).exception)
 
 
 def test_an_unfinished_pack_is_called_so(tmp_path: Path) -> None:

@@ -55,8 +55,12 @@ def chat(
                     messages.pop()  # as when the conversation has outgrown the context
                     print(f"lean: {error}; /reset starts afresh", file=sys.stderr)
                     continue
-                messages.append({"role": "assistant", "content": done.text})
-                print(summary(llm, done), file=sys.stderr)
+                if done.tokens:
+                    messages.append({"role": "assistant", "content": done.text})
+                    print(summary(llm, done), file=sys.stderr)
+                else:
+                    messages.pop()
+                    print("stopped before the answer began; what you said is left out", file=sys.stderr)
 
 
 def _ask() -> str | None:
@@ -71,6 +75,8 @@ def _ask() -> str | None:
                 prompt = ""
             line = input(prompt).strip()
         except EOFError:
+            if sys.stdin.isatty():  # Ctrl-D leaves the cursor behind the prompt
+                print(file=sys.stderr)
             return None
         except KeyboardInterrupt:
             print(file=sys.stderr)

@@ -6,9 +6,7 @@ import signal
 def main() -> None:
     """Runs `lean`."""
     before = signal.getsignal(signal.SIGINT)
-    if (
-        before is signal.default_int_handler
-    ):  # left alone where it is ignored, as in the background of a script
+    if before is signal.default_int_handler:  # it is ignored in the background of a script, and stays so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from leanmoe.cli.main import main as lean
 

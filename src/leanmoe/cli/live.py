@@ -6,8 +6,34 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+_ERASE = "\r\x1b[2K"
 _EVERY = 0.25  # seconds between updates on a terminal
 _EVERY_LOGGED = 5.0  # and where each one is a line of its own
+
+
+class PromptLine:
+    """Shows on a terminal how far a prompt is computed, and erases that before anything else is printed there."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def update(self, done: int, total: int) -> None:
+        """`done` tokens of `total` are computed."""
+        if done == total:
+            self.erase()
+        elif sys.stderr.isatty():
+            self._shown = True
+            print(f"{_ERASE}prompt {done} of {total} tokens", end="", file=sys.stderr, flush=True)
+
+    def stopping(self) -> None:
+        """The user wants no more, and what is being computed ends first. For use in a signal handler."""
+        if self._shown:
+            os.write(sys.stderr.fileno(), b" (stopping)")
+
+    def erase(self) -> None:
+        if self._shown:
+            self._shown = False
+            print(_ERASE, end="", file=sys.stderr, flush=True)
 
 
 class StatusLine:

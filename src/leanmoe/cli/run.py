@@ -13,6 +13,8 @@ from leanmoe.cli import options as opt
 from leanmoe.engine.config import EngineConfig
 from leanmoe.errors import UsageError
 
+_NO_PROMPT = "give the prompt with -p TEXT, with -f FILE, or on standard input"
+
 
 @opt.engine_flags
 @opt.sampling_flags
@@ -21,9 +23,11 @@ def run(
     config: EngineConfig,
     sampling: dict[str, Any],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The prompt; - reads standard input.")
+        str | None, typer.Option("--prompt", "-p", help="The prompt. [default: standard input, as with -]")
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file; - is standard input.")
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
     ] = False,
@@ -75,17 +79,22 @@ def run(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise UsageError("give the prompt with -p TEXT, or with -f FILE")
+    if prompt is not None and file is not None:
+        raise UsageError("both -p and -f were given; a run takes one prompt")
     if prompt is not None and prompt != "-":
         return prompt
+    if file == Path("-"):
+        file = None
+    elif prompt is None and file is None and sys.stdin.isatty():
+        raise UsageError(_NO_PROMPT)
     try:
-        if file is not None:
-            return file.read_bytes().decode()
-        return sys.stdin.buffer.read().decode()
+        text = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{file or 'standard input'}: not UTF-8 text ({error.reason} at byte {error.start})"
         ) from None
     except OSError as error:
         raise UsageError(f"{file or 'standard input'}: cannot be read: {error.strerror}") from error
+    if not text and file is None:
+        raise UsageError(f"the prompt is empty; {_NO_PROMPT}")
+    return text

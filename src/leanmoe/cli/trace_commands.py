@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from leanmoe.errors import UsageError
 from leanmoe.experts.trace import MAGIC, RoutingTrace
 from leanmoe.experts.trace_csv import export_csv, import_csv
 
@@ -12,10 +13,15 @@ from leanmoe.experts.trace_csv import export_csv, import_csv
 def read_trace(path: Path) -> RoutingTrace:
     """A trace in lean's own form or as `route_trace v1` text, told apart by how the file starts.
 
-    Raises `FormatError`, `UnsupportedError` or `OSError`.
+    Raises `FormatError`, `UnsupportedError`, and `UsageError` for a file that cannot be read.
     """
-    with path.open("rb") as file:
-        own = file.read(len(MAGIC)) == MAGIC
+    try:
+        with path.open("rb") as file:
+            own = file.read(len(MAGIC)) == MAGIC
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; a routing trace was wanted, as lean trace records") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     return RoutingTrace.load(path) if own else import_csv(path)
 
 
