@@ -353,6 +353,7 @@ constexpr KernelTable TABLE = {
     glu,
     ENCODERS,
     ENCODER_COUNT,
+    convolve,
     delta<DeltaVector, 4>,
 };
 

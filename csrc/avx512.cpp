@@ -498,6 +498,7 @@ constexpr KernelTable TABLE = {
     glu,
     ENCODERS,
     ENCODER_COUNT,
+    convolve,
     delta<DeltaVector, 2>,
 };
 

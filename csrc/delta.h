@@ -1,12 +1,26 @@
-// The gated delta rule, one token after the other, for some columns of one head's memory. Included by every
-// instruction-set unit. Columns do not meet, so the bits are those of plain loops, whatever the width of a vector.
+// The parts of a gated delta net that are no products of matrices. Included by every instruction-set unit. Channels
+// and columns do not meet, so the bits are those of plain loops, whatever the width of a vector.
 #pragma once
 #include <string.h>
 
 #include "kernels.h"
+#include "quantize.h"
 
 namespace lean {
 namespace {
+
+// One token of at most CONVOLUTION_CHANNELS channels.
+inline void convolve(const ConvolutionCall& c, int64_t token, int64_t first, int64_t channels) {
+    float sum[CONVOLUTION_CHANNELS] = {};
+    for (int64_t tap = 0; tap < c.taps; ++tap) {
+        const int64_t at = token - (c.taps - 1) + tap;
+        const float* row = (at < 0 ? c.recent + (at + c.taps - 1) * c.channels : c.x + at * c.channels) + first;
+        const float* weight = c.weight + tap * c.channels + first;
+        for (int64_t i = 0; i < channels; ++i) sum[i] += weight[i] * row[i];
+    }
+    float* out = c.out + token * c.channels + first;
+    for (int64_t i = 0; i < channels; ++i) out[i] = sum[i] * sigmoid(sum[i]);
+}
 
 template <class V> inline V load(const float* p) {
     V x;
@@ -41,6 +55,7 @@ inline void copy_rows(const float* from, int64_t from_stride, float* to, int64_t
         memcpy(to + i * to_stride, from + i * from_stride, static_cast<size_t>(width) * sizeof(float));
 }
 
+// The delta rule, one token after the other, for some columns of one head's memory.
 template <class V, int N> void delta_columns(const DeltaCall& c, int64_t head, int64_t first) {
     constexpr int64_t LANES = sizeof(V) / sizeof(float), WIDTH = N * LANES;
     constexpr int64_t MOST_ROWS = 256;

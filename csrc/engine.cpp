@@ -359,6 +359,16 @@ bool Engine::encode(const float* x, const Format& format, int64_t rows, int64_t 
     return good;
 }
 
+void Engine::convolve(const ConvolutionCall& call) {
+    std::lock_guard lock(mutex_);
+    const ConvolveFn convolve = table().convolve;
+    const int64_t pieces = (call.channels + CONVOLUTION_CHANNELS - 1) / CONVOLUTION_CHANNELS;
+    pool_->parallel_for(call.tokens * pieces, [&](int64_t i) {
+        const int64_t first = i % pieces * CONVOLUTION_CHANNELS;
+        convolve(call, i / pieces, first, std::min(CONVOLUTION_CHANNELS, call.channels - first));
+    });
+}
+
 void Engine::delta_rule(const DeltaCall& call) {
     std::lock_guard lock(mutex_);
     const DeltaFn delta = table().delta;

@@ -77,6 +77,7 @@ public:
     // Quantises rows of floats; false, with `out` unfinished, if one of them holds a NaN, an infinity or a number
     // whose scale no half can hold. Throws std::invalid_argument for a type without a quantiser.
     bool encode(const float* x, const Format& format, int64_t rows, int64_t cols, uint8_t* out);
+    void convolve(const ConvolutionCall& call);
     void delta_rule(const DeltaCall& call);
 
     int threads();

@@ -78,6 +78,18 @@ struct Encoder {
     EncodeFn encode;
 };
 
+// A short causal convolution of each channel by itself, and silu of it.
+struct ConvolutionCall {
+    const float* recent;  // [taps - 1, channels]: what came before the first token
+    const float* x;       // [tokens, channels]
+    const float* weight;  // [taps, channels]: the last one meets the token itself
+    float* out;           // [tokens, channels]
+    int64_t tokens, channels, taps;
+};
+constexpr int64_t CONVOLUTION_CHANNELS = 512;  // of one token, at once
+
+using ConvolveFn = void (*)(const ConvolutionCall& call, int64_t token, int64_t first, int64_t channels);
+
 // Tokens of one sequence for a gated delta net, with the memories that they read and write.
 struct DeltaCall {
     float* memory;      // [heads, key_dim, value_dim]
@@ -100,6 +112,7 @@ struct KernelTable {
     GluFn glu;
     const Encoder* encoders;
     int32_t encoder_count;
+    ConvolveFn convolve;
     DeltaFn delta;
 };
 

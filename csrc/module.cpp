@@ -126,6 +126,15 @@ void glu(int kind, float limit, float alpha, uintptr_t gate, uintptr_t up, int64
     Engine::get().table().glu(activation(kind, limit, alpha), pointer<float>(gate), pointer<const float>(up), n);
 }
 
+void convolve(uintptr_t recent, uintptr_t x, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t channels,
+              int64_t taps) {
+    if (tokens < 1 || channels < 1 || taps < 1) throw std::invalid_argument("these are not the sizes of a convolution");
+    const ConvolutionCall call = {pointer<const float>(recent), pointer<const float>(x), pointer<const float>(weight),
+                                  pointer<float>(out),          tokens,                  channels, taps};
+    nb::gil_scoped_release released;
+    Engine::get().convolve(call);
+}
+
 void delta_rule(uintptr_t memory, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t beta, uintptr_t keep, uintptr_t out,
                 int64_t tokens, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim, bool grouped) {
     if (tokens < 1 || key_heads < 1 || heads < 1 || heads % key_heads != 0 || key_dim < 1 || value_dim < 1)
@@ -167,6 +176,7 @@ NB_MODULE(_cpu, m) {
         return types;
     });
     m.def("glu", &glu);
+    m.def("convolve", &convolve);
     m.def("delta_rule", &delta_rule);
     m.def("product_types", [] {
         std::vector<int32_t> types;

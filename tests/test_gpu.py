@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["qwen3moe", "qwen2moe", "olmoe", "mixtral"])
+@pytest.fixture(params=["qwen3moe", "qwen2moe", "olmoe", "mixtral", "qwen3next", "qwen35moe"])
 def path(request: pytest.FixtureRequest, tiny_model: Callable[..., Any], tmp_path: Path) -> Path:
     return pack_gguf(tiny_model(request.param, "Q4_K").path, tmp_path / "tiny.lmpack")
 

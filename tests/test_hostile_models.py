@@ -59,6 +59,27 @@ def test_a_model_that_contradicts_itself_is_refused_by_file(
     assert str(tmp_path) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"ssm.group_count": 3}, "4 value heads cannot share 3"),
+        ({"ssm.inner_size": 66}, "a width of 66"),
+        ({"ssm.state_size": 8}, r"blk\.0\..*wanted"),
+        ({"ssm.conv_kernel": 3}, "ssm_conv1d"),
+        ({"ssm.time_step_rank": 2}, r"blk\.0\..*wanted"),
+        ({"full_attention_interval": 2}, r"blk\.1\.attn_q"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0"),
+    ],
+)
+def test_a_delta_net_that_contradicts_its_metadata_is_refused_by_file(
+    tiny_model: Callable[..., Any], tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    path = rewritten(tiny_model("qwen35moe").path, tmp_path / "m.gguf", keys)
+    with pytest.raises(FormatError, match=says) as refused:
+        LLM(pack_gguf(path, tmp_path / "m.lmpack"))
+    assert str(tmp_path) in str(refused.value)
+
+
 def test_weights_that_are_no_numbers_end_the_answer(source: Path, tmp_path: Path) -> None:
     def spoil(tensors: Tensors) -> None:
         data, kind = tensors["blk.0.attn_norm.weight"]

@@ -1,5 +1,6 @@
-"""The gated delta rule: in C++ and in torch what the formula says, token by token."""
+"""The gated delta rule and its convolution: in C++ and in torch what the formula says, token by token."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,6 +75,29 @@ def test_memory_and_output_are_what_the_formula_says(
     torch.testing.assert_close(given["out"].double(), seen, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("cuts", [(0, 9), (0, 1, 2, 9), (0, 5, 9)])
+@pytest.mark.parametrize("taps", [2, 4, 7])
+@pytest.mark.parametrize("isa", [*kernels.available_isas(), "torch"])
+def test_the_convolution_sees_each_channel_and_the_tokens_before(
+    isa: str, taps: int, cuts: tuple[int, ...]
+) -> None:
+    """Words that belong together stand beside each other; a prompt in chunks must not lose what was before."""
+    channels, g = 1300, torch.Generator().manual_seed(1)
+    x, recent = torch.randn(9, channels, generator=g), torch.randn(taps - 1, channels, generator=g)
+    weight = torch.randn(taps, channels, generator=g)
+    window = torch.cat((recent, x)).double()
+    sums = torch.stack([(window[t : t + taps] * weight).sum(0) for t in range(9)])
+    out = []
+    for begin, end in pairwise(cuts):
+        if isa == "torch":
+            out.append(torch_delta.short_convolution(recent, x[begin:end], weight))
+        else:
+            with using(isa, threads=3):
+                out.append(kernels.short_convolution(recent, x[begin:end], weight))
+    torch.testing.assert_close(torch.cat(out).double(), sums * sums.sigmoid(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(recent, window[9:].float())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_depend_neither_on_calls_nor_threads_nor_instructions(
     shape: tuple[int, int, int, int, bool],
@@ -111,3 +135,12 @@ def test_bits_depend_neither_on_calls_nor_threads_nor_instructions(
 def test_tensors_that_do_not_fit_are_refused(run: Any, name: str, wrong: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="memor" if name == "memory" else name):
         run(**{**_inputs(4, SHAPES[0]), name: wrong})
+
+
+@pytest.mark.parametrize("run", [kernels.short_convolution, torch_delta.short_convolution])
+@pytest.mark.parametrize(
+    "sizes", [((2, 8), (4, 8), (4, 8)), ((3, 8), (4, 9), (4, 8)), ((0, 8), (4, 8), (1, 8))]
+)
+def test_a_convolution_that_does_not_fit_is_refused(run: Any, sizes: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="convolution"):
+        run(*(torch.zeros(size) for size in sizes))

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ class _Encoder:
 
     def read(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Encodes the rows that hold these bytes, which are of one tensor."""
-        start = max(at for at in self._starts if at <= offset)
+        start = self._starts[bisect_right(self._starts, offset) - 1]
         part = self._parts[start]
         row_bytes = part.row_bytes
         done, first = 0, offset - start

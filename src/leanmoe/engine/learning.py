@@ -21,7 +21,6 @@ from leanmoe.experts.recorder import TraceRecorder
 from leanmoe.experts.trace import LayerFacts, RoutingTrace, row_type
 from leanmoe.kernels import dequantize
 from leanmoe.models.decoder import Decoder
-from leanmoe.models.moe import MoE
 from leanmoe.pack import Manifest, Pack
 
 _log = logging.getLogger(__name__)
@@ -112,9 +111,9 @@ def model_identity(decoder: Decoder, manifest: Manifest) -> ModelIdentity:
 
 def _projection(decoder: Decoder, layer: int) -> float:
     """The router's weights [E, D] summed with signs that no architecture knows of, per root of their number."""
-    ffn = decoder.layers[layer].ffn
-    assert isinstance(ffn, MoE)
-    router = ffn.router.weight
+    moe = decoder.layers[layer].moe
+    assert moe is not None
+    router = moe.router.weight
     weights = dequantize(router.data, router.qtype, router.shape).cpu().double()
     rows, columns = (
         torch.cos(torch.arange(n, dtype=torch.float64) * step)

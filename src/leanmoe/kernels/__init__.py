@@ -40,6 +40,7 @@ __all__ = [
     "scratch_bytes",
     "set_isa",
     "set_num_threads",
+    "short_convolution",
 ]
 
 
@@ -58,6 +59,16 @@ def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> 
     if data.device.type == "cpu":
         return cpu.dequantize(data, qtype, shape)
     return torch_reference.dequantize(data, qtype, shape)
+
+
+def short_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu of the causal convolution of each channel by itself: x [T, channels] -> [T, channels], float32.
+
+    `weight` [taps, channels] has the tap for the token itself last. `recent` [taps - 1, channels] holds the inputs
+    before x, and afterwards those before the next token.
+    """
+    run = cpu.short_convolution if x.device.type == "cpu" else torch_delta.short_convolution
+    return run(recent, x, weight)
 
 
 def delta_rule(

@@ -127,6 +127,18 @@ def check_batch(
             )
 
 
+def check_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The tensors of a short convolution over at least two tokens must fit each other."""
+    for name, tensor in (("x", x), ("recent", recent), ("weight", weight)):
+        check_tensor(name, tensor, torch.float32, 2, x.device)
+    taps, channels = weight.shape
+    if taps < 2 or recent.shape != (taps - 1, channels) or x.shape[1] != channels or not x.numel():
+        raise ValueError(
+            f"x {tuple(x.shape)}, recent {tuple(recent.shape)} and weight {tuple(weight.shape)} do not make a "
+            "convolution"
+        )
+
+
 def check_delta(
     memory: torch.Tensor,
     q: torch.Tensor,

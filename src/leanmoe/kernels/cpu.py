@@ -16,6 +16,7 @@ from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
     check_batch,
     check_bytes,
+    check_convolution,
     check_delta,
     check_embed,
     check_indices,
@@ -201,6 +202,23 @@ def _expert_product(layout: ExpertLayout, slot: torch.Tensor, name: str, x: torc
 
 def _section_bytes(slot: torch.Tensor, section: Section) -> torch.Tensor:
     return slot[section.offset : section.offset + section.nbytes]
+
+
+def short_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `kernels.short_convolution`. Raises `ValueError` for tensors that do not fit."""
+    check_convolution(recent, x, weight)
+    out, (tokens, channels) = torch.empty_like(x), x.shape
+    _cpu.convolve(
+        recent.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        channels,
+        weight.shape[0],
+    )
+    recent.copy_(torch.cat((recent, x[-recent.shape[0] :]))[-recent.shape[0] :])
+    return out
 
 
 def delta_rule(

@@ -1,16 +1,27 @@
-"""The gated delta rule in plain torch, on any device. A GPU computes with it.
+"""The parts of a gated delta net in plain torch, on any device. A GPU computes with them.
 
-One token takes one step. Several are taken in blocks of `BLOCK`, the chunked form of Yang, Kautz and Hatamizadeh,
-"Gated Delta Networks" (2024): what each token writes solves a triangular system, and the memory is read and written
-once for the block.
+Of the delta rule, one token takes one step. Several are taken in blocks of `BLOCK`, the chunked form of Yang, Kautz
+and Hatamizadeh, "Gated Delta Networks" (2024): what each token writes solves a triangular system, and the memory is
+read and written once for the block.
 """
 
 import torch
 from torch import Tensor
 
-from leanmoe.kernels.checks import check_delta
+from leanmoe.kernels.checks import check_convolution, check_delta
 
 BLOCK = 64
+
+
+def short_convolution(recent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """As `kernels.short_convolution`. Raises `ValueError` for tensors that do not fit."""
+    check_convolution(recent, x, weight)
+    tokens, window = len(x), torch.cat((recent, x))
+    out = window[:tokens] * weight[0]
+    for tap in range(1, len(weight)):
+        out.addcmul_(window[tap : tap + tokens], weight[tap])
+    recent.copy_(window[tokens:])
+    return torch.nn.functional.silu(out, inplace=True)
 
 
 def delta_rule(

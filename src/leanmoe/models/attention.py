@@ -9,7 +9,7 @@ from leanmoe.kernels.attention import attention, joined
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
-from leanmoe.models.spec import QUERY_BLOCK, AttentionSpec, ModelSpec
+from leanmoe.models.spec import MASKED_KEYS, QUERY_BLOCK, AttentionSpec, ModelSpec
 from leanmoe.models.state import KVState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers
@@ -133,7 +133,7 @@ def _over_parts(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Attention of queries [H, n, D] at positions first.. over the keys that they see, in one or two parts.
 
-    Only a window that ends within the past takes a `mask`: nothing here is as large as the past is long.
+    Only a short past, or a window that ends within it, takes a `mask`: nothing here is as large as the past is long.
     """
     heads, n, dim = queries.shape
     end = first + n
@@ -158,23 +158,34 @@ def _window_masks(
 ) -> list[torch.Tensor | None]:
     """For each block of `n` queries from position `first` on, what is added to its scores; None where nothing is.
 
-    0 for the `window` keys up to each query's own, -inf for the others; the last query ends the keys.
+    0 for the keys that a query sees, up to its own, -inf for the others; the last query ends the keys.
     """
     made: dict[tuple[int, int], torch.Tensor] = {}
     masks: list[torch.Tensor | None] = []
     for n, first in blocks:
-        if window is None or n == 1 or first + n <= window:
+        reach = _masked_reach(n, first, window)
+        if reach is None:
             masks.append(None)
             continue
-        size = n, min(first + n, n + window - 1)
+        size = n, min(first + n, n + reach - 1)
         if size not in made:
             own = size[1] - n
-            band = torch.ones(size, dtype=torch.bool, device=like.device).tril_(own).triu_(own - window + 1)
+            band = torch.ones(size, dtype=torch.bool, device=like.device).tril_(own).triu_(own - reach + 1)
             made[size] = torch.zeros(size, dtype=like.dtype, device=like.device).masked_fill_(
                 ~band, -torch.inf
             )
         masks.append(made[size])
     return masks
+
+
+def _masked_reach(n: int, first: int, window: int | None) -> int | None:
+    """How many keys a query of the block sees, where one mask is needed, or is quicker than two parts."""
+    end = first + n
+    if n == 1:
+        return None
+    if window is not None and end > window:
+        return window
+    return end if first > 0 and end <= MASKED_KEYS else None
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

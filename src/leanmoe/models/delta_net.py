@@ -1,12 +1,12 @@
 """Gated delta net: attention's place taken by a memory of fixed size, which decays and corrects itself.
 
-Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024); the rule itself is `kernels.delta_rule`.
+Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024); the convolution and the rule themselves are in `kernels`.
 """
 
 import torch
 from torch.nn.functional import silu, softplus
 
-from leanmoe.kernels import delta_rule, linear
+from leanmoe.kernels import delta_rule, linear, short_convolution
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
@@ -96,22 +96,13 @@ class DeltaNet:
     ) -> None:
         """Takes T tokens of one sequence: qkv [T, channels], beta, decay [T, heads] -> out [T, heads, value_dim]."""
         m, keys = self.spec, self.spec.key_heads * self.spec.key_dim
-        mixed = self._convolved(qkv, state)
+        mixed = short_convolution(state.recent, qkv, self.taps)
         q, k = (
             self._unit(part.view(len(qkv), m.key_heads, m.key_dim))
             for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
         )
         v = mixed[:, 2 * keys :].contiguous().view(out.shape)
         delta_rule(state.memory, q.mul_(m.key_dim**-0.5), k, v, beta, decay, out, grouped=m.grouped)
-
-    def _convolved(self, qkv: torch.Tensor, state: RecurrentState) -> torch.Tensor:
-        """silu of the causal convolution of each channel, [T, channels]; keeps the last inputs for the next call."""
-        window = torch.cat((state.recent, qkv))
-        mixed = window[: len(qkv)] * self.taps[0]
-        for i in range(1, self.spec.kernel):
-            mixed.addcmul_(window[i : i + len(qkv)], self.taps[i])
-        state.recent.copy_(window[len(qkv) :])
-        return silu(mixed, inplace=True)
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         return x * x.square().sum(-1, keepdim=True).add_(self.eps).rsqrt_()

@@ -8,8 +8,9 @@ from leanmoe.errors import FormatError
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-# Queries attended at once by one thread, and keys whose scores are held at a time.
+# Queries attended at once by one thread, keys that they see under a mask, and keys whose scores are held at a time.
 QUERY_BLOCK = 256
+MASKED_KEYS = 1024
 _SCORED_KEYS = 1024
 # Tokens that a GPU takes at once of the delta rule (`kernels.torch_delta`).
 _DELTA_BLOCK = 64
@@ -54,8 +55,8 @@ class Metadata:
         value = self.values.get(f"{self.arch}.{key}")
         if value is None or not hasattr(value, "__len__") or isinstance(value, str | bytes):
             return [self.integer(key, low=low, high=high)] * count
-        items = [int(item) for item in value[:count]]
-        if len(items) < count or not all(low <= item <= high for item in items):
+        items = [item.item() if hasattr(item, "item") else item for item in value[:count]]
+        if len(items) < count or not all(type(item) is int and low <= item <= high for item in items):
             raise FormatError(
                 f"{self.source}: {self.arch}.{key} is {value!r}; wanted {count} numbers from {low} to {high}"
             )
@@ -157,14 +158,14 @@ class AttentionSpec:
         return context * 2 * self.kv_heads * self.head_dim * element_bytes
 
     def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
-        # Projections, rotated and rounded; results by part and joined; each thread's scores; a mask for all.
+        # Projections, rotated and rounded; results by part and joined; each thread's scores; masks for all.
         queries = self.heads * (3 if self.gated else 1)
         projections = 12 * chunk * (queries + 2 * self.kv_heads) * self.head_dim
         results = 16 * chunk * self.heads * self.head_dim
         blocks = -(-chunk // QUERY_BLOCK)
         scores = min(threads, blocks * self.kv_heads) * 12 * QUERY_BLOCK * _SCORED_KEYS
-        mask = 0 if self.window is None else 8 * QUERY_BLOCK * (QUERY_BLOCK + min(self.window, context))
-        return projections + results + scores + mask
+        masks = 8 * QUERY_BLOCK * (MASKED_KEYS + QUERY_BLOCK + min(self.window or 0, context))
+        return projections + results + scores + masks
 
 
 @dataclass(frozen=True, slots=True)
