@@ -1,7 +1,7 @@
 """Where the bytes of a pack come from: the files of a GGUF model, or a model that is converted as it is read."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,10 @@ class Source(Protocol):
     @property
     def files(self) -> tuple[Path, ...]: ...
 
+    @property
+    def arriving(self) -> bool:
+        """Whether files are still arriving: what needs the first of them is then written first, the trunk last."""
+
     def describe(self) -> tuple[SourceFile, ...]:
         """Names, sizes and digests of `files`, for the manifest. Raises `FormatError`."""
 
@@ -49,8 +53,14 @@ class Source(Protocol):
 class GGUFSource:
     """The files of a GGUF model, whose bytes are copied as they are."""
 
-    def __init__(self, gguf: GGUFFile) -> None:
+    def __init__(self, gguf: GGUFFile, arrive: Callable[[Path], None] | None = None) -> None:
+        """`arrive` is called before a file is opened, which is when it is first read, and may wait for it."""
         self.gguf = gguf
+        self._arrive = arrive
+
+    @property
+    def arriving(self) -> bool:
+        return self._arrive is not None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -66,30 +76,34 @@ class GGUFSource:
 
     @contextmanager
     def open(self, consume: bool) -> Iterator[Reader]:
-        """Opens every shard."""
-        flags = os.O_CLOEXEC | (os.O_RDWR if consume else os.O_RDONLY)
+        """Opens each shard when it is first read."""
         with ExitStack() as stack:
-            fds = {}
-            for shard in self.gguf.shards:
-                fds[shard] = os.open(shard, flags)
-                stack.callback(os.close, fds[shard])
-            yield _FileReader(fds)
+            yield _FileReader(stack, os.O_CLOEXEC | (os.O_RDWR if consume else os.O_RDONLY), self._arrive)
 
 
 class _FileReader:
-    """Bytes of open files. Borrows the descriptors."""
+    """Bytes of files, each opened when it is first read and closed by `stack`."""
 
-    def __init__(self, fds: dict[Path, int]) -> None:
-        self._fds = fds
+    def __init__(self, stack: ExitStack, flags: int, arrive: Callable[[Path], None] | None) -> None:
+        self._stack, self._flags, self._arrive = stack, flags, arrive
+        self._fds: dict[Path, int] = {}
+
+    def _fd(self, path: Path) -> int:
+        if path not in self._fds:
+            if self._arrive is not None:
+                self._arrive(path)
+            self._fds[path] = os.open(path, self._flags)
+            self._stack.callback(os.close, self._fds[path])
+        return self._fds[path]
 
     def read(self, path: Path, offset: int, buffer: memoryview) -> None:
-        read_at(self._fds[path], path, offset, buffer)
+        read_at(self._fd(path), path, offset, buffer)
 
     def done(self, path: Path, offset: int, nbytes: int) -> None:
-        os.posix_fadvise(self._fds[path], offset, nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd(path), offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def free(self, path: Path, offset: int, nbytes: int) -> None:
-        punch(self._fds[path], offset, nbytes)
+        punch(self._fd(path), offset, nbytes)
 
 
 def read_at(fd: int, path: Path, offset: int, buffer: memoryview) -> None:
