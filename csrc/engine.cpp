@@ -195,29 +195,31 @@ void Engine::release_scratch() {
     for (Scratch* scratch : {&act_, &hidden_, &hidden_act_, &index_}) scratch->release();
 }
 
-void Engine::linear(const uint8_t* w, const Matrix& matrix, const float* x, int64_t tokens, float* out) {
+void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const float* x, int64_t tokens, float* out) {
     std::lock_guard lock(mutex_);
     const KernelTable& table = *table_;
     ExpertMatrix whole;
     whole.matrix = matrix;
     const Operand op = operand(table, w, whole);
     const size_t stride = act_stride(op.kernel->partner, matrix.cols);
-    uint8_t* act = act_.get(stride * static_cast<size_t>(tokens));
+    uint8_t* act = act_.get(stride * static_cast<size_t>(tokens * count));
     const QuantizeFn quantize = table.quantize[op.kernel->partner];
-    pool_->parallel_for(tokens, [&](int64_t t) {
-        quantize(x + t * matrix.cols, matrix.cols, act + static_cast<size_t>(t) * stride);
+    pool_->parallel_for(tokens * count, [&](int64_t row) {
+        quantize(x + row * matrix.cols, matrix.cols, act + static_cast<size_t>(row) * stride);
     });
-    const int64_t chunk = chunk_rows(matrix.rows, pool_->threads());
-    pool_->parallel_for((matrix.rows + chunk - 1) / chunk, [&](int64_t task) {
-        const int64_t begin = task * chunk, end = std::min(begin + chunk, matrix.rows);
+    const int64_t chunk = chunk_rows(count * matrix.rows, pool_->threads());
+    const int64_t chunks = (matrix.rows + chunk - 1) / chunk;
+    pool_->parallel_for(count * chunks, [&](int64_t task) {
+        const int64_t which = task / chunks, begin = task % chunks * chunk, end = std::min(begin + chunk, matrix.rows);
+        const int64_t above = which * matrix.rows;
         TileBuffer tile;
         const uint8_t* rows[TILE];
         for (int64_t first = 0; first < tokens; first += TILE) {
             const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
-            for (int t = 0; t < n; ++t) rows[t] = act + static_cast<size_t>(first + t) * stride;
-            multiply_tile(op, begin, end, rows, n, tile);
+            for (int t = 0; t < n; ++t) rows[t] = act + static_cast<size_t>((first + t) * count + which) * stride;
+            multiply_tile(op, above + begin, above + end, rows, n, tile);
             for (int t = 0; t < n; ++t)
-                std::memcpy(out + (first + t) * matrix.rows + begin, tile[t],
+                std::memcpy(out + (first + t) * count * matrix.rows + above + begin, tile[t],
                             static_cast<size_t>(end - begin) * sizeof(float));
         }
     });

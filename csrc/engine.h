@@ -69,7 +69,9 @@ public:
     // The process's engine. A forked child gets a fresh one, since threads do not survive a fork.
     static Engine& get();
 
-    void linear(const uint8_t* w, const Matrix& matrix, const float* x, int64_t tokens, float* out);
+    // Matrix i of `count`, which lie one after the other, times part i of each token of x [tokens][count][cols]:
+    // out is [tokens][count][rows].
+    void linear(const uint8_t* w, const Matrix& matrix, int64_t count, const float* x, int64_t tokens, float* out);
     void moe_ffn(const FfnPlan& plan, const FfnCall& call);
     void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
     void embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out);

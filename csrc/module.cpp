@@ -86,14 +86,20 @@ private:
     FfnPlan plan_;
 };
 
+void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int64_t cols, int64_t count, uintptr_t x,
+                 int64_t tokens, uintptr_t out) {
+    const Matrix matrix = make_matrix(qtype, CANONICAL, rows, cols);
+    if (count < 1 || w_bytes % count != 0 || matrix.bytes() != w_bytes / count)
+        throw std::invalid_argument("a matrix takes " + std::to_string(matrix.bytes()) + " bytes; " +
+                                    std::to_string(count) + " are said to lie in " + std::to_string(w_bytes));
+    nb::gil_scoped_release released;
+    Engine::get().linear(pointer<const uint8_t>(w), matrix, count, pointer<const float>(x), tokens,
+                         pointer<float>(out));
+}
+
 void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int64_t cols, uintptr_t x, int64_t tokens,
             uintptr_t out) {
-    const Matrix matrix = make_matrix(qtype, CANONICAL, rows, cols);
-    if (matrix.bytes() != w_bytes)
-        throw std::invalid_argument("the matrix takes " + std::to_string(matrix.bytes()) + " bytes, not " +
-                                    std::to_string(w_bytes));
-    nb::gil_scoped_release released;
-    Engine::get().linear(pointer<const uint8_t>(w), matrix, pointer<const float>(x), tokens, pointer<float>(out));
+    linear_each(w, w_bytes, qtype, rows, cols, 1, x, tokens, out);
 }
 
 void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
@@ -166,6 +172,7 @@ NB_MODULE(_cpu, m) {
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
         .def("run", &Plan::run);
     m.def("linear", &linear);
+    m.def("linear_each", &linear_each);
     m.def("dequantize", &dequantize);
     m.def("embed", &embed);
     m.def("encode", &encode);

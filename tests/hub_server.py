@@ -17,12 +17,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """The server's address, the repositories it has, and what it was asked for.
 
-    `cut` names files whose first download breaks off half way. `gated` are repositories nobody may read.
+    `cut` names files whose first download breaks off half way, `missing` those that are listed, and whose beginning
+    can be had, but not the whole. `gated` are repositories nobody may read.
     """
 
     address: str = ""
     repos: dict[str, Path] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     ranges: list[tuple[str, str]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
@@ -61,6 +63,9 @@ def hub() -> Iterator[Hub]:
             if self._refused(repo):
                 return
             file = state.repos[repo] / name
+            if name in state.missing and body and not self.headers.get("Range"):
+                self._error(404, "EntryNotFound")
+                return
             if revision not in (COMMIT, "main") or not file.is_file():
                 self._error(404, "EntryNotFound")
                 return
@@ -97,22 +102,23 @@ def hub() -> Iterator[Hub]:
 
         def _file(self, file: Path, name: str, body: bool) -> None:
             raw = file.read_bytes()
-            start = 0
+            start, end = 0, len(raw)
             wanted = self.headers.get("Range")
             if body and wanted:
                 state.ranges.append((name, wanted))
-                start = int(wanted.removeprefix("bytes=").split("-")[0])
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                start, end = int(first), int(last) + 1 if last else len(raw)
             self.send_response(206 if wanted and body else 200)
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("ETag", f'"{hashlib.sha256(raw).hexdigest()}"')
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(len(raw) - start))
+            self.send_header("Content-Length", str(end - start))
             if wanted and body:
-                self.send_header("Content-Range", f"bytes {start}-{len(raw) - 1}/{len(raw)}")
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(raw)}")
             self.end_headers()
             if not body:
                 return
-            part = raw[start:]
+            part = raw[start:end]
             if name in state.cut:
                 state.cut.remove(name)
                 part = part[: len(part) // 2]

@@ -33,6 +33,31 @@ def inputs(tokens: int, cols: int, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
+@pytest.mark.parametrize("name", [*PRODUCT_TYPES, *GGUF_ONLY_TYPES[:1]])
+@pytest.mark.parametrize("tokens", [0, 1, 19])
+def test_a_product_for_each_head_has_the_bits_of_products_by_themselves(name: str, tokens: int) -> None:
+    """Heads of latent attention would otherwise take each other's rows, or a prompt differ from its tokens."""
+    rng = np.random.default_rng(5)
+    heads, rows, cols = 5, 37, columns(name, 2)
+    w = random_weight(name, heads * rows, cols, rng)
+    x = inputs(tokens * heads, cols, rng).view(tokens, heads, cols)
+    got = kernels.linear_each(w, x)
+    assert got.shape == (tokens, heads, rows)
+    for head, data in enumerate(w.data.chunk(heads)):
+        one = Weight(data.clone(), w.qtype, (rows, cols))
+        assert torch.equal(got[:, head], kernels.linear(one, x[:, head].contiguous()))
+    if name not in GGUF_ONLY_TYPES:
+        exactly = torch_reference.linear_each(w, x)
+        assert (exactly - got).norm() <= 0.03 * exactly.norm()
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused() -> None:
+    w = random_weight("F32", 8, 4, np.random.default_rng(0))
+    for shape in ((2, 3, 4), (2, 4, 5), (2, 0, 4), (2, 4)):
+        with pytest.raises(ValueError, match=r"part|x "):
+            kernels.linear_each(w, torch.zeros(shape))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", PRODUCT_TYPES)
 @settings(max_examples=8, deadline=None)

@@ -261,12 +261,14 @@ def test_a_prompt_that_ends_otherwise_is_computed_only_near_its_end(
         torch.testing.assert_close(got, llm.logits(other)[-1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("arch", "kept"), [("qwen3moe", 60), ("qwen35moe", 20)])
+@pytest.mark.parametrize(
+    ("arch", "mark", "kept"), [("qwen3moe", None, 60), ("qwen35moe", None, 20), ("qwen35moe", 65, 0)]
+)
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_sequence_goes_on_after_an_expert_could_not_be_read(
-    arch: str, kept: int, after: int, packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+    arch: str, mark: int | None, kept: int, after: int, packed: PackTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some layers have seen the tokens of the failed pass, the others have not."""
+    """Some layers have seen the tokens of the failed pass, or saved over their checkpoints; the others have not."""
     _, path = packed(arch, num_hidden_layers=4)
     with LLM(path, kv_type="f32") as llm:
         want = llm.logits(TOKENS)
@@ -275,6 +277,7 @@ def test_a_sequence_goes_on_after_an_expert_could_not_be_read(
         state.mark = 20
         llm.decoder.forward(Batch.of([(state, TOKENS[:60])]))
         sequence.tokens = TOKENS[:60]
+        state.mark = mark
 
         def fail(*_: object) -> None:
             raise ExpertReadError("gone")

@@ -10,7 +10,7 @@ from gguf_fixtures import write_moe_gguf
 from hub_server import COMMIT, Hub, hub
 from leanmoe.errors import FormatError, LeanError, UsageError
 from leanmoe.hub import Pulled, RemoteFile, choose_files, parse_reference, pull
-from leanmoe.pack import PackProgress, open_pack, pack_gguf
+from leanmoe.pack import PackProgress, open_pack, pack_gguf, verify_pack
 
 NEEDED = {"qwen3moe.attention.head_count": 4, "qwen3moe.expert_feed_forward_length": 32}
 
@@ -144,6 +144,58 @@ def test_a_file_that_is_not_what_the_hub_lists_is_fetched_anew(server: Hub) -> N
     pull("someone/tiny-GGUF:Q4_K_M", endpoint=server.address)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_shard_is_packed_while_the_next_is_fetched(
+    server: Hub, tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that fills the disk could not be had at all; and the network would idle while the disk works."""
+    monkeypatch.setattr("leanmoe.hub.download._HEAD", 1024)  # less than the header takes
+    source = server.repos["someone/tiny-GGUF"] / "Q8_0/tiny-Q8_0-00001-of-00003.gguf"
+    last = "Q8_0/tiny-Q8_0-00003-of-00003.gguf"
+    large = source.with_name(Path(last).name).stat().st_size // 2
+    begun: list[int] = []
+    pulled = pull(
+        "someone/tiny-GGUF:Q8_0",
+        overlap=True,
+        keep=keep,
+        endpoint=server.address,
+        packing=lambda at: begun.append(server.sent.get(last, 0)),
+    )
+    assert begun[0] < large  # of the last shard only the header was there when packing began
+    assert server.sent[last] > large
+    want = pack_gguf(source, tmp_path / "want.lmpack")
+    assert digests(pulled.pack) == digests(want)
+    assert verify_pack(pulled.pack) == []
+    kept = Path("tiny-Q8_0.download")
+    assert kept.exists() == keep
+    if keep:
+        assert (kept / last).read_bytes() == source.with_name(Path(last).name).read_bytes()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_overlapped_pull_that_was_interrupted_goes_on(server: Hub, tmp_path: Path, again: bool) -> None:
+    seen: list[int] = []
+
+    def stop(at: PackProgress) -> None:
+        seen.append(at.done)
+        if at.done > at.total // 2:
+            raise KeyboardInterrupt
+
+    out = Path("out.lmpack")
+    with pytest.raises(KeyboardInterrupt):
+        pull("someone/tiny-GGUF:Q8_0", out, overlap=True, endpoint=server.address, packing=stop)
+    pull("someone/tiny-GGUF:Q8_0", out, overlap=again, endpoint=server.address)
+    source = server.repos["someone/tiny-GGUF"] / "Q8_0/tiny-Q8_0-00001-of-00003.gguf"
+    assert digests(out) == digests(pack_gguf(source, tmp_path / "want.lmpack"))
+
+
+def test_a_shard_that_cannot_be_fetched_ends_an_overlapped_pull(server: Hub) -> None:
+    """Packing would wait for ever."""
+    server.missing.add("Q8_0/tiny-Q8_0-00003-of-00003.gguf")
+    with pytest.raises(LeanError, match="fetching stopped"):
+        pull("someone/tiny-GGUF:Q8_0", overlap=True, endpoint=server.address)
+
+
 def test_kept_files_are_those_of_the_hub(server: Hub) -> None:
     pull("someone/tiny-GGUF:Q4_K_M", keep=True, endpoint=server.address)
     kept = Path("tiny-Q4_K_M.download/tiny-Q4_K_M.gguf").read_bytes()
@@ -164,6 +216,9 @@ def test_a_checkpoint_is_fetched_and_quantised(server: Hub, tmp_path: Path) -> N
     (folder / "consolidated.safetensors").unlink()
     source = CheckpointSource(folder, "q4_k_m", name="tiny-q4_k_m")
     assert digests(pulled.pack) == digests(pack_source(source, tmp_path / "want.lmpack"))
+    shutil.rmtree(pulled.pack)
+    pulled = pull("someone/tiny:q4_k_m", endpoint=server.address, overlap=True)
+    assert digests(pulled.pack) == digests(tmp_path / "want.lmpack")
     assert "consolidated.safetensors" not in server.sent
 
 

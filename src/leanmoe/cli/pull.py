@@ -24,6 +24,13 @@ def pull(
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the downloaded files, beside the pack in NAME-TAG.download.")
     ] = False,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="Pack each file while the next is downloaded. A GGUF then never needs the disk twice over.",
+        ),
+    ] = False,
 ) -> None:
     """Download a model from a Hugging Face hub and pack it. Run it again to resume after an interruption.
 
@@ -32,5 +39,13 @@ def pull(
     from leanmoe.hub import pull as pull_model  # loads a network library
 
     with progress_bar("downloading") as downloading, progress_bar("packing") as packing:
-        pulled = pull_model(model, out, keep=keep, check=model_spec, downloading=downloading, packing=packing)
+        pulled = pull_model(
+            model,
+            out,
+            keep=keep,
+            overlap=overlap,
+            check=model_spec,
+            downloading=None if overlap else downloading,
+            packing=packing,
+        )
     print(pulled.pack)

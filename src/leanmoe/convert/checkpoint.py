@@ -43,23 +43,22 @@ class Checkpoint:
     `take` gives each tensor once, and `left` lists those that nobody took, so that none is lost unnoticed.
     """
 
-    def __init__(self, stored: StoredCheckpoint, fp8_block: tuple[int, int] = (128, 128)) -> None:
-        """Opens every file. `fp8_block` are the rows and columns that share a scale in 8-bit matrices.
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        fp8_block: tuple[int, int] = (128, 128),
+        arrive: Callable[[Path], None] | None = None,
+    ) -> None:
+        """`fp8_block` are the rows and columns that share a scale in 8-bit matrices.
 
-        Raises `FormatError` for a file that cannot be opened.
+        `arrive` is called before a file is opened, which is when it is first read, and may wait for it.
         """
         self._fp8_block = fp8_block
         self._stored = stored
         self._taken: set[str] = set()
         self._fds: dict[Path, int] = {}
-        with ExitStack() as stack:
-            for path in stored.files:
-                try:
-                    self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise FormatError(f"{path}: cannot be opened: {error.strerror}") from error
-                stack.callback(os.close, self._fds[path])
-            self._stack = stack.pop_all()
+        self._arrive = arrive
+        self._stack = ExitStack()
 
     def close(self) -> None:
         """Closes the files. May be called twice."""
@@ -121,42 +120,52 @@ class Checkpoint:
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:
         """8-bit floats times their scales: one for each block of a matrix (`NAME_scale_inv`), or for each row or the
-        whole (`NAME_scale`). Scales are small and kept in memory."""
+        whole (`NAME_scale`)."""
         path = self._find(name).path
         suffix = next((end for end in ("_scale_inv", "_scale") if name + end in self), None)
         if suffix is None or len(tensor.shape) < 2:
             raise FormatError(
                 f"{path}: tensor '{name}' is 8-bit, but not a matrix with scales ({name}_scale_inv)"
             )
-        scales = self.take(name + suffix).whole()
+        scales = self.take(name + suffix)
         *lead, rows, columns = tensor.shape
-        high, wide = self._fp8_block if suffix == "_scale_inv" else (1, columns)
-        if scales.size == 1:
-            high, wide = rows, columns
-            scales = np.broadcast_to(scales, (*lead, 1, 1))
+        one = math.prod(scales.shape) == 1
+        high, wide = (rows, columns) if one else self._fp8_block if suffix == "_scale_inv" else (1, columns)
         per_matrix, per_row = -(-rows // high), -(-columns // wide)
-        if scales.size != math.prod(lead) * per_matrix * per_row:
+        if not one and math.prod(scales.shape) != math.prod(lead) * per_matrix * per_row:
             raise FormatError(
                 f"{path}: tensor '{name}' of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}; "
                 f"one for each block of {high} x {wide} was wanted"
             )
-        table = scales.reshape(-1, per_row)
+        table = scales.reshaped(math.prod(scales.shape) // per_row, per_row)
 
         def read(start: int, stop: int) -> F32Array:
             row = np.arange(start, stop)
-            chosen = table[row // rows * per_matrix + row % rows // high]
+            block = row * 0 if one else row // rows * per_matrix + row % rows // high
+            chosen = table.read(int(block[0]), int(block[-1]) + 1)[block - block[0]]
             spread = np.repeat(chosen, wide, axis=1)[:, :columns]
             product: F32Array = tensor.read(start, stop) * spread
             return product
 
         return replace(tensor, read=read)
 
+    def _open(self, path: Path) -> int:
+        if path not in self._fds:
+            if self._arrive is not None:
+                self._arrive(path)
+            try:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise FormatError(f"{path}: cannot be opened: {error.strerror}") from error
+            self._stack.callback(os.close, self._fds[path])
+        return self._fds[path]
+
     def _read(self, stored: StoredTensor, dtype: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows [start, stop) of a tensor as it is stored; dropped from the page cache once read."""
         columns = stored.shape[-1] if stored.shape else 1
         out = np.empty((stop - start, columns), dtype=dtype)
         if out.size:
-            fd, offset = self._fds[stored.path], stored.offset + start * out[:1].nbytes
+            fd, offset = self._open(stored.path), stored.offset + start * out[:1].nbytes
             read_at(fd, stored.path, offset, out.data.cast("B"))
             os.posix_fadvise(fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
         return out

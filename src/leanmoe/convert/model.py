@@ -3,7 +3,7 @@
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +54,23 @@ class _Part:
 class CheckpointSource:
     """A `pack.Source`: `gguf` describes a file that does not exist, named after the checkpoint's folder."""
 
-    def __init__(self, folder: Path, quant: str | None = None, *, name: str | None = None) -> None:
-        """Reads headers and settings, no tensor. `name` is the model's, else the folder's.
+    def __init__(
+        self,
+        folder: Path,
+        quant: str | None = None,
+        *,
+        name: str | None = None,
+        arrive: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Reads headers and settings, no tensor. `name` is the model's, else the folder's; `arrive` waits for a file
+        whose header alone is there yet.
 
         Raises `UsageError` if `folder` holds no checkpoint, `UnsupportedError` for a model that cannot be
         converted, and `FormatError` for one that is damaged, or has tensors that its conversion does not know.
         """
         self._folder = folder
         self._name = name or folder.resolve().name
+        self._arrive = arrive
         self._config = Config.read(folder)
         self._conversion = find_conversion(self._config)
         self._recipe = find_recipe(quant)
@@ -74,6 +83,11 @@ class CheckpointSource:
         finally:
             checkpoint.close()
         self.gguf = self._virtual_file(parts)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether files are waited for as they are read."""
+        return self._arrive is not None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -93,7 +107,7 @@ class CheckpointSource:
     @contextmanager
     def open(self, consumer: int | None) -> Iterator[Reader]:
         """Opens the checkpoint's files."""
-        checkpoint = Checkpoint(self._stored, self._fp8_block)
+        checkpoint = Checkpoint(self._stored, self._fp8_block, self._arrive)
         try:
             parts = self._parts(checkpoint)
             yield _Encoder({self.gguf.tensors[name].offset: part for name, part in parts.items()})

@@ -6,8 +6,9 @@ keeps the chunks itself.
 """
 
 import hashlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from leanmoe.units import format_bytes
 
 COMMIT_NOTE = "commit"
 _CHUNK = 4 << 20
+_HEAD = 4 << 20  # what is fetched of a file at first to read its header
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Download:
         Raises `UsageError` if `folder` was begun from another commit, `BudgetError` if the disk is too small,
         `FormatError` for a file that is not what the hub says, `LeanError` if it cannot be reached.
         """
-        self._claim()
+        self.claim()
         self.total = choice.nbytes
         missing = sum(file.nbytes - self._there(file) for file in choice.files)
         free = shutil.disk_usage(self.folder).free
@@ -50,13 +52,52 @@ class Download:
                 f"{format_bytes(free)} ({free} bytes) are free"
             )
         for file in choice.files:
-            before = self.done
-            if not (self.folder / file.name).is_file():
-                with hub_errors(self.repo):
-                    self._fetch(file)
-            self._advance(before + file.nbytes - self.done, file.name)
+            self.fetch_file(file)
 
-    def _claim(self) -> None:
+    def fetch_file(self, file: RemoteFile) -> None:
+        """Fetches one file unless it is there. Raises as `fetch`."""
+        before = self.done
+        whole = self.folder / file.name
+        if not whole.is_file() or self._stub_note(file).exists():
+            with hub_errors(self.repo):
+                self._fetch(file)
+            self._stub_note(file).unlink(missing_ok=True)
+        self._advance(before + file.nbytes - self.done, file.name)
+
+    def stub(self, file: RemoteFile, complete: Callable[[Path, int], bool]) -> None:
+        """Makes a file of the right size that holds the beginning of `file` alone: as much as makes it `complete`,
+        which is asked with the path and the bytes that are there. The rest reads as zeros. Nothing is done if `file`,
+        or its stub, is there. Raises as `fetch`.
+        """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        path, note = self.folder / file.name, self._stub_note(file)
+        if path.is_file():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+        new = path.with_name(path.name + ".new")
+        nbytes = min(_HEAD, file.nbytes)
+        while True:
+            with hub_errors(self.repo), new.open("wb") as out:
+                url = hf_hub_url(self.repo, file.name, revision=self.commit, endpoint=self.endpoint)
+                headers = build_hf_headers() | {"Range": f"bytes=0-{nbytes - 1}"}
+                bar = self._bar(file.name, counts=False)
+                http_get(url, out, headers=headers, expected_size=nbytes, tqdm_class=bar)
+                out.truncate(file.nbytes)
+            if nbytes == file.nbytes or complete(new, nbytes):
+                break
+            nbytes = min(4 * nbytes, file.nbytes)
+        os.utime(new, ns=(0, 0))
+        new.rename(path)
+
+    def _stub_note(self, file: RemoteFile) -> Path:
+        return self.folder / f"{file.name}.stub"
+
+    def claim(self) -> None:
+        """Makes the folder, or checks that it holds files of the same commit. Raises `UsageError`."""
         self.folder.mkdir(exist_ok=True)
         note = self.folder / COMMIT_NOTE
         if not note.exists():
@@ -69,7 +110,8 @@ class Download:
 
     def _there(self, file: RemoteFile) -> int:
         whole, part = self.folder / file.name, self._part(file)
-        found = next((path for path in (whole, part) if path.is_file()), None)
+        paths = (part,) if self._stub_note(file).exists() else (whole, part)
+        found = next((path for path in paths if path.is_file()), None)
         return min(found.stat().st_size, file.nbytes) if found else 0
 
     def _part(self, file: RemoteFile) -> Path:
@@ -109,6 +151,7 @@ class Download:
                 tqdm_class=self._bar(file.name),
             )
         self._check(file, part)
+        os.utime(part, ns=(0, 0))  # as its stub's, so that what is packed is known to be of the same source
         part.rename(self.folder / file.name)
 
     def _check(self, file: RemoteFile, part: Path) -> None:
@@ -131,11 +174,13 @@ class Download:
         if self.report is not None and nbytes:
             self.report(PackProgress(self.done, self.total, name))
 
-    def _bar(self, name: str) -> type[Any]:
-        """A progress bar as the library wants one, that draws nothing and tells `report`."""
+    def _bar(self, name: str, *, counts: bool = True) -> type[Any]:
+        """A progress bar as the library wants one, that draws nothing and tells `report` if it `counts`."""
         from tqdm.auto import tqdm
 
-        advance = self._advance
+        def advance(nbytes: int, name: str) -> None:
+            if counts:
+                self._advance(nbytes, name)
 
         class Bar(tqdm):  # type: ignore[misc]
             def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 from leanmoe.convert import CheckpointSource
 from leanmoe.errors import LeanError, UsageError
 from leanmoe.formats.gguf import GGUFFile, read_gguf
-from leanmoe.hub.choose import RemoteFile, choose_files
+from leanmoe.formats.gguf_header import read_header
+from leanmoe.formats.safetensors import read_safetensors
+from leanmoe.hub.arrival import Arrival
+from leanmoe.hub.choose import Choice, RemoteFile, choose_files
 from leanmoe.hub.download import COMMIT_NOTE, Download, hub_errors
-from leanmoe.pack import ProgressCallback, pack_gguf, pack_source
+from leanmoe.pack import GGUFSource, ProgressCallback, Source, pack_source
 from leanmoe.pack.journal import JOURNAL
 
 _REFERENCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(?::(?P<quant>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
@@ -39,6 +42,7 @@ def pull(
     out: Path | None = None,
     *,
     keep: bool = False,
+    overlap: bool = False,
     endpoint: str | None = None,
     check: Callable[[GGUFFile], object] = lambda gguf: None,
     downloading: ProgressCallback | None = None,
@@ -46,6 +50,7 @@ def pull(
 ) -> Pulled:
     """Fetches the model `OWNER/NAME[:TAG][@REVISION]` and packs it into `out` (default: NAME[-TAG].lmpack here).
 
+    With `overlap` each file is packed while the next is being fetched, instead of after the last.
     Files go to a directory beside `out`, which is removed once the pack is whole, unless `keep`. `endpoint` is the
     address of the hub, else that of huggingface_hub. `check` is called with the model's header before packing.
 
@@ -60,18 +65,66 @@ def pull(
         return _finish(out, folder)
     commit, files = _list(repo, revision, endpoint)
     choice = choose_files(repo, files, quant)
-    Download(repo, commit, folder, endpoint, downloading).fetch(choice)
-    if choice.gguf:
-        first = folder / choice.files[0].name
-        check(read_gguf(first))
-        pack_gguf(first, out, consume=not keep, progress=packing)
+    download = Download(repo, commit, folder, endpoint, downloading)
+    if overlap:
+        _pack_arriving(download, choice, name, out, keep, check, packing)
     else:
-        source = CheckpointSource(folder, choice.quant, name=name)
-        check(source.gguf)
-        pack_source(source, out, progress=packing)
+        download.fetch(choice)
+        _pack(folder, choice, name, out, keep, check, packing)
     if not keep:
         shutil.rmtree(folder)
     return Pulled(out, commit)
+
+
+def _pack(
+    folder: Path,
+    choice: Choice,
+    name: str,
+    out: Path,
+    keep: bool,
+    check: Callable[[GGUFFile], object],
+    packing: ProgressCallback | None,
+    arrive: Callable[[Path], None] | None = None,
+) -> None:
+    source: Source
+    if choice.gguf:
+        source = GGUFSource(read_gguf(folder / choice.files[0].name), arrive, marks=False)
+    else:
+        source = CheckpointSource(folder, choice.quant, name=name, arrive=arrive)
+    check(source.gguf)
+    pack_source(source, out, consume=choice.gguf and not keep, progress=packing)
+
+
+def _pack_arriving(
+    download: Download,
+    choice: Choice,
+    name: str,
+    out: Path,
+    keep: bool,
+    check: Callable[[GGUFFile], object],
+    packing: ProgressCallback | None,
+) -> None:
+    """Fetches settings and the headers of all files first, then each file while those before it are packed."""
+    download.claim()
+    download.total = choice.nbytes
+    large = tuple(file for file in choice.files if file.name.endswith((".gguf", ".safetensors")))
+    for file in choice.files:
+        if file in large:
+            download.stub(file, _has_header)
+        else:
+            download.fetch_file(file)
+    with Arrival(download, large) as arrive:
+        _pack(download.folder, choice, name, out, keep, check, packing, arrive)
+
+
+def _has_header(path: Path, there: int) -> bool:
+    """Whether the first `there` bytes of a file, the rest of which is zeros, hold its header."""
+    try:
+        reads_gguf = path.name.removesuffix(".new").endswith(".gguf")
+        start = read_header(path).data_start if reads_gguf else read_safetensors(path)[1]
+    except LeanError:
+        return False
+    return start <= there
 
 
 def _finish(out: Path, folder: Path) -> Pulled:

@@ -33,6 +33,7 @@ __all__ = [
     "get_num_threads",
     "isa",
     "linear",
+    "linear_each",
     "moe_ffn",
     "quantize",
     "quantized_types",
@@ -47,6 +48,14 @@ __all__ = [
 def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     """x @ w.T: float32 [T, rows] for x float32 [T, cols]."""
     return cpu.linear(w, x) if w.data.device.type == "cpu" else torch_reference.linear(w, x)
+
+
+def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
+    """Run i of the rows of w times part i of each token: float32 [T, count, rows] for x float32 [T, count, cols].
+
+    `count` matrices of equally many rows, one after the other, make up w. A product's bits are those of `linear`.
+    """
+    return cpu.linear_each(w, x) if w.data.device.type == "cpu" else torch_reference.linear_each(w, x)
 
 
 def embed(w: Weight, ids: torch.Tensor) -> torch.Tensor:

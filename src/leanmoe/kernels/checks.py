@@ -43,6 +43,16 @@ def check_linear(w: Weight, x: torch.Tensor) -> None:
         raise ValueError(f"x has {x.shape[1]} columns, the weight has {w.shape[1]}")
 
 
+def check_linear_each(w: Weight, x: torch.Tensor) -> int:
+    """x float32 [T, count, cols] must fit `count` equal runs of the rows of `w`. Returns the rows of one."""
+    check_bytes("weight", w.data, w.qtype, *w.shape)
+    check_tensor("x", x, torch.float32, 3, w.data.device)
+    _, count, cols = x.shape
+    if count < 1 or w.shape[0] < count or w.shape[0] % count or cols != w.shape[1]:
+        raise ValueError(f"x has {count} parts of {cols}, the weight {w.shape[0]} rows of {w.shape[1]}")
+    return w.shape[0] // count
+
+
 def check_embed(w: Weight, ids: torch.Tensor) -> None:
     """`ids` must be int64 [T] on the weight's device; their range is checked where they are read."""
     check_bytes("weight", w.data, w.qtype, *w.shape)

@@ -22,6 +22,7 @@ from leanmoe.kernels.checks import (
     check_indices,
     check_layout,
     check_linear,
+    check_linear_each,
     check_range,
     check_tensor,
 )
@@ -52,6 +53,25 @@ def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
         _linear(w.data, w.qtype, w.shape, x, out)
     else:
         _linear_dequantized(w, x, out)
+    return out
+
+
+def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
+    """Run i of the rows of w times part i of each token: float32 [T, count, rows] for x float32 [T, count, cols].
+
+    `count` runs of equally many rows make up w. Raises `ValueError` where they do not fit.
+    """
+    rows = check_linear_each(w, x)
+    tokens, count, cols = x.shape
+    if w.qtype.id not in _PRODUCTS:
+        parts = zip(w.data.chunk(count), x.unbind(1), strict=True)
+        each = [linear(Weight(data, w.qtype, (rows, cols)), part.contiguous()) for data, part in parts]
+        return torch.stack(each, dim=1)
+    out = torch.empty((tokens, count, rows), dtype=torch.float32)
+    if tokens:
+        data = w.data
+        matrices = data.data_ptr(), data.numel(), w.qtype.id, rows, cols, count
+        _cpu.linear_each(*matrices, x.data_ptr(), tokens, out.data_ptr())
     return out
 
 

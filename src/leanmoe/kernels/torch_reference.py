@@ -15,6 +15,7 @@ from leanmoe.kernels.checks import (
     check_indices,
     check_layout,
     check_linear,
+    check_linear_each,
     check_range,
 )
 from leanmoe.kernels.torch_blocks import BLOCKS
@@ -44,6 +45,13 @@ def linear(w: Weight, x: Tensor) -> Tensor:
     """x @ w.T: float32 [T, rows] for x float32 [T, cols]. Raises `ValueError` where they do not fit."""
     check_linear(w, x)
     return x @ _values(w.data, w.qtype).view(w.shape).T
+
+
+def linear_each(w: Weight, x: Tensor) -> Tensor:
+    """Run i of the rows of w times part i of each token: [T, count, rows] for x [T, count, cols]."""
+    rows = check_linear_each(w, x)
+    values = _values(w.data, w.qtype).view(x.shape[1], rows, x.shape[2])
+    return (x.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def embed(w: Weight, ids: Tensor) -> Tensor:

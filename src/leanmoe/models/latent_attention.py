@@ -4,13 +4,12 @@ A head's key is `W_k c` for the latent c, and q . (W_k c) = (W_k^T q) . c. So W_
 was mixed, and one latent with one rotated key is all that a token leaves behind, whatever the number of heads.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from leanmoe.kernels import Weight, linear
+from leanmoe.kernels import linear, linear_each
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
@@ -41,8 +40,8 @@ class LatentAttention:
             self.q = trunk.weight(prefix + "q.weight", query, spec.hidden)
         self.down = trunk.weight(prefix + "kv_a_mqa.weight", a.entry, spec.hidden)
         self.norm = RMSNorm(trunk.vector(prefix + "kv_a_norm.weight", a.latent), spec.eps)
-        self.to_latent = trunk.weights(prefix + "k_b.weight", a.heads, a.latent, a.plain_dim)
-        self.from_latent = trunk.weights(prefix + "v_b.weight", a.heads, a.value_dim, a.latent)
+        self.to_latent = trunk.stacked(prefix + "k_b.weight", a.heads, a.latent, a.plain_dim)
+        self.from_latent = trunk.stacked(prefix + "v_b.weight", a.heads, a.value_dim, a.latent)
         self.out = trunk.weight(prefix + "output.weight", spec.hidden, a.heads * a.value_dim)
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> LatentState:
@@ -60,7 +59,7 @@ class LatentAttention:
         for s in batch.segments:
             known = s.state.latents(self.layer).extend(s.start, entries[s.rows])
             _attend(queries[s.rows], known, a.scale, mixed[s.rows], self.workers)
-        values = _each(self.from_latent, mixed[..., : a.latent])
+        values = linear_each(self.from_latent, mixed[..., : a.latent].contiguous())
         return linear(self.out, values.flatten(1))
 
     def _queries(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -69,12 +68,9 @@ class LatentAttention:
         given = self.q_norm(linear(self.q_down, x)) if a.query_latent else x
         q = linear(self.q, given).view(len(x), a.heads, -1)
         plain, rotated = q[..., : a.plain_dim], q[..., a.plain_dim :]
-        return torch.cat((_each(self.to_latent, plain), self.rope.apply(rotated, turn)), dim=-1)
-
-
-def _each(weights: Sequence[Weight], x: torch.Tensor) -> torch.Tensor:
-    """Head h of x [N, heads, cols] times weight h [rows, cols] -> [N, heads, rows]."""
-    return torch.stack([linear(w, x[:, h].contiguous()) for h, w in enumerate(weights)], dim=1)
+        return torch.cat(
+            (linear_each(self.to_latent, plain.contiguous()), self.rope.apply(rotated, turn)), dim=-1
+        )
 
 
 def _attend(

@@ -69,11 +69,10 @@ class Trunk:
         info = self._info(name, (rows, cols))
         return Weight(self._bytes(info).to(self._device_of(name)), info.qtype, (rows, cols))
 
-    def weights(self, name: str, count: int, rows: int, cols: int) -> list[Weight]:
-        """The `count` matrices [rows, cols] of the tensor `name`. Raises `FormatError` as `weight` does."""
+    def stacked(self, name: str, count: int, rows: int, cols: int) -> Weight:
+        """The `count` matrices [rows, cols] of the tensor `name`, as one of all their rows. Raises as `weight` does."""
         info = self._info(name, (count, rows, cols))
-        parts = self._bytes(info).to(self._device_of(name)).chunk(count)
-        return [Weight(part, info.qtype, (rows, cols)) for part in parts]
+        return Weight(self._bytes(info).to(self._device_of(name)), info.qtype, (count * rows, cols))
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector `name` [size] as float32."""

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,10 @@ class Source(Protocol):
     @property
     def files(self) -> tuple[Path, ...]: ...
 
+    @property
+    def arriving(self) -> bool:
+        """Whether files are still arriving: what needs the first of them is then written first, the trunk last."""
+
     def describe(self) -> tuple[SourceFile, ...]:
         """Names, sizes and digests of `files`, for the manifest. Raises `FormatError`."""
 
@@ -54,8 +58,20 @@ class Source(Protocol):
 class GGUFSource:
     """The files of a GGUF model, whose bytes are copied as they are."""
 
-    def __init__(self, gguf: GGUFFile) -> None:
+    def __init__(
+        self, gguf: GGUFFile, arrive: Callable[[Path], None] | None = None, *, marks: bool = True
+    ) -> None:
+        """`arrive` is called before a file is opened, which is when it is first read, and may wait for it.
+
+        `marks`: shards that are to be freed are marked first, so that nobody takes them for a model; not where
+        they are a download's own, which would take a marked one for damaged.
+        """
         self.gguf = gguf
+        self._arrive, self._marks = arrive, marks
+
+    @property
+    def arriving(self) -> bool:
+        return self._arrive is not None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -71,38 +87,49 @@ class GGUFSource:
 
     @contextmanager
     def open(self, consumer: int | None) -> Iterator[Reader]:
-        """Opens every shard."""
-        flags = os.O_CLOEXEC | (os.O_RDONLY if consumer is None else os.O_RDWR)
+        """Opens each shard when it is first read."""
+        marked = self.gguf.shards if consumer is not None and self._marks else ()
         with ExitStack() as stack:
-            fds = {}
-            for shard in self.gguf.shards:
-                fds[shard] = os.open(shard, flags)
-                stack.callback(os.close, fds[shard])
-                if consumer is not None:
-                    _lock(fds[shard], shard)
-            yield _FileReader(fds, consumer)
+            yield _FileReader(stack, consumer, marked, self._arrive)
 
 
 class _FileReader:
-    """Bytes of open files. Borrows the descriptors."""
+    """Bytes of files, each opened when it is first read and closed by `stack`."""
 
-    def __init__(self, fds: dict[Path, int], consumer: int | None) -> None:
-        self._fds, self._consumer = fds, consumer
-        self._marked = False
+    def __init__(
+        self,
+        stack: ExitStack,
+        consumer: int | None,
+        to_mark: tuple[Path, ...],
+        arrive: Callable[[Path], None] | None,
+    ) -> None:
+        self._stack, self._consumer, self._to_mark, self._arrive = stack, consumer, to_mark, arrive
+        self._fds: dict[Path, int] = {}
+
+    def _fd(self, path: Path) -> int:
+        if path not in self._fds:
+            if self._arrive is not None:
+                self._arrive(path)
+            flags = os.O_CLOEXEC | (os.O_RDONLY if self._consumer is None else os.O_RDWR)
+            self._fds[path] = os.open(path, flags)
+            self._stack.callback(os.close, self._fds[path])
+            if self._consumer is not None:
+                _lock(self._fds[path], path)
+        return self._fds[path]
 
     def read(self, path: Path, offset: int, buffer: memoryview) -> None:
-        read_at(self._fds[path], path, offset, buffer)
+        read_at(self._fd(path), path, offset, buffer)
 
     def done(self, path: Path, offset: int, nbytes: int) -> None:
-        os.posix_fadvise(self._fds[path], offset, nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd(path), offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def free(self, path: Path, offset: int, nbytes: int) -> None:
-        assert self._consumer is not None
-        if not self._marked:  # all shards, each on disk before the first hole
-            for shard, fd in self._fds.items():
-                mark(fd, shard, self._consumer)
-            self._marked = True
-        punch(self._fds[path], offset, nbytes)
+        if self._to_mark:  # all shards, each on disk before the first hole
+            assert self._consumer is not None
+            for shard in self._to_mark:
+                mark(self._fd(shard), shard, self._consumer)
+            self._to_mark = ()
+        punch(self._fd(path), offset, nbytes)
 
 
 def _lock(fd: int, shard: Path) -> None:

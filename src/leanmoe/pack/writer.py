@@ -252,7 +252,9 @@ def _write_targets(
 
     with Copier(partial, source, journal, report) as copier:
         copier.free(finished)
-        for step in plan_steps(plan.targets, dict(journal.digests), dict(journal.marks)):
+        trunk, *experts = plan.targets
+        targets = (*experts, trunk) if source.arriving else plan.targets
+        for step in plan_steps(targets, dict(journal.digests), dict(journal.marks)):
             copier.write_step(step)
 
 

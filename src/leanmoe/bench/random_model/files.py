@@ -83,6 +83,8 @@ def _write(out: RawIOBase, data: memoryview) -> None:
 class RandomSource:
     """A `pack.Source` of a file that does not exist."""
 
+    arriving = False
+
     def __init__(self, file: VirtualFile, weights: Weights) -> None:
         self.gguf, self._file, self._weights = file.gguf, file, weights
 

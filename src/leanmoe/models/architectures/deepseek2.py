@@ -17,7 +17,7 @@ from leanmoe.models.architectures.common import (
 )
 from leanmoe.models.spec import LatentAttentionSpec, Metadata, ModelSpec, RopeSpec, RouterSpec
 
-_GLM_FLASH = (154880, (46, 47, 48))
+_GLM_FLASH = (154880, (47, 48))
 
 
 def _deepseek2(meta: Metadata, gguf: GGUFFile) -> ModelSpec:
