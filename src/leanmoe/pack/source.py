@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -87,10 +87,13 @@ class GGUFSource:
 
     @contextmanager
     def open(self, consumer: int | None) -> Iterator[Reader]:
-        """Opens each shard when it is first read."""
+        """Opens each shard when it is first read; at once if they are here and to be freed, so that nobody else does."""
         marked = self.gguf.shards if consumer is not None and self._marks else ()
         with ExitStack() as stack:
-            yield _FileReader(stack, consumer, marked, self._arrive)
+            reader = _FileReader(stack, consumer, marked, self._arrive)
+            if consumer is not None and self._arrive is None:
+                reader.claim(self.gguf.shards)
+            yield reader
 
 
 class _FileReader:
@@ -105,6 +108,11 @@ class _FileReader:
     ) -> None:
         self._stack, self._consumer, self._to_mark, self._arrive = stack, consumer, to_mark, arrive
         self._fds: dict[Path, int] = {}
+
+    def claim(self, paths: Iterable[Path]) -> None:
+        """Opens and locks these files now."""
+        for path in paths:
+            self._fd(path)
 
     def _fd(self, path: Path) -> int:
         if path not in self._fds:
