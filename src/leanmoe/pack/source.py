@@ -87,7 +87,7 @@ class GGUFSource:
 
     @contextmanager
     def open(self, consumer: int | None) -> Iterator[Reader]:
-        """Opens each shard when it is first read; at once if they are here and to be freed, so that nobody else does."""
+        """Opens each shard when it is first read; those to be freed at once, so that nobody else frees them."""
         marked = self.gguf.shards if consumer is not None and self._marks else ()
         with ExitStack() as stack:
             reader = _FileReader(stack, consumer, marked, self._arrive)
