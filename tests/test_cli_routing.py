@@ -102,13 +102,13 @@ def test_trace_records_the_packs_own_or_a_file_in_either_form(path: Path, tmp_pa
 def test_tune_says_why_and_plan_foretells_from_it(path: Path) -> None:
     before = lean("plan", path, *SMALL).stdout
     assert "lean tune" in before or "hit rate 100%" in before
-    done = lean("tune", path, *SMALL, "-n", "32")
+    done = lean("tune", path, *SMALL, "-n", "64")
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("reader threads", "hit rate, replayed", "chosen: --readers"))
     record = json.loads(lean("plan", path, *SMALL, "--json").stdout)["estimate"]
     assert "disk and processor as `lean tune` measured them" in record["assumes"]
     assert record["tokens_per_second"] > 0
-    tuned = json.loads(lean("tune", path, *SMALL, "-n", "32", "--json").stdout)
+    tuned = json.loads(lean("tune", path, *SMALL, "-n", "64", "--json").stdout)
     assert tuned["choice"]["readers"] >= 2
     assert tuned["measured"]["compute_seconds"] > 0
 

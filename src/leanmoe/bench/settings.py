@@ -21,6 +21,7 @@ from leanmoe.units import parse_bytes
 
 Record = dict[str, Any]
 _COLUMNS: dict[str, Callable[[Record], str]] = {
+    "first token, s": lambda r: f"{r['prompt_seconds']:.2f}",
     "tokens/s": lambda r: f"{r['decode_tokens_per_second']:.2f}",
     "stall, s": lambda r: f"{r['stall_seconds']:.2f}",
     "decode, s": lambda r: f"{r['decode_seconds']:.2f}",

@@ -26,9 +26,9 @@ def tune(
     tokens: Annotated[
         int,
         typer.Option(
-            "--tokens", "-n", help="Tokens decoded to record routing, and at each prefetch level.", min=32
+            "--tokens", "-n", help="Tokens decoded to record routing, and at each prefetch level.", min=64
         ),
-    ] = 96,
+    ] = 192,
     as_json: opt.AsJson = False,
 ) -> None:
     """Choose reader threads, policy and prefetch for a pack on this machine, by measuring; `lean run` uses them."""

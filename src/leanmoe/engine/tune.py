@@ -30,7 +30,7 @@ THREADS = (1, 2, 4, 8)
 """Numbers of reader threads that are tried."""
 _READ_BYTES = 512 << 20  # read with each number of threads
 _MIN_GAIN = 0.03  # of the read rate, that more threads must bring
-_MIN_POINTS = 0.005  # of the hit rate, that another policy than the default must bring
+_MIN_POINTS = 0.02  # of the hit rate, that another policy than the default must bring: the trace is short
 _TRACE_BYTES = 32 << 20
 
 

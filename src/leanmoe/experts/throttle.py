@@ -52,23 +52,33 @@ class Fixed:
 
 
 class Survey:
-    """Several levels in turn, a token each, back and forth, to compare them: 0 1 2 3, 3 2 1 0, 0 1 2 3 ..."""
+    """Several levels in turn, `block` tokens each, back and forth, to compare them: 0 1 2 3, 3 2 1 0, 0 1 2 3 ...
+
+    What a level reads in vain, another would pay for if they took turns by the token: what it evicted is missed later.
+    So the first `settling` tokens of a block do not count.
+    """
+
+    block, settling = 16, 4
 
     def __init__(self, levels: Sequence[int]) -> None:
         self.seconds: dict[int, list[float]] = {level: [] for level in levels}
-        """What tokens took at each level; the i-th of all levels are of the same round."""
+        """What a token took at each level, the mean of a block; the i-th of all levels are of the same round."""
         self._order = list(levels)[::-1]
         self._next = list(levels)
+        self._taken: list[float] = []
 
     @property
     def level(self) -> int:
         return self._order[-1]
 
     def token(self, seconds: float, issued: int, used: int) -> None:
-        self.seconds[self._order.pop()].append(seconds)
+        self._taken.append(seconds)
+        if len(self._taken) < self.block:
+            return
+        self.seconds[self._order.pop()].append(statistics.fmean(self._taken[self.settling :]))
+        self._taken = []
         if not self._order:
-            self._order, self._next = self._next, self._next[::-1]
-            self._order = self._order.copy()
+            self._order, self._next = self._next.copy(), self._next[::-1]
 
     def gains(self) -> dict[int, tuple[float, float]]:
         """For each level: the mean logarithm of its time over level 0's in the same round, and its standard error.
