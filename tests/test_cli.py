@@ -182,3 +182,16 @@ def _read_until(fd: int, mark: bytes) -> bytes:
     while not seen.endswith(mark):
         seen += os.read(fd, 4096)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("run", "-p", "x"), "no switch for thinking"), (("run", "-p", "x", "--raw"), "--no-think needs")],
+)
+def test_no_think_is_refused_where_it_would_do_nothing(
+    path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    command, *rest = arguments
+    done = lean(command, path, *rest, "--no-think")
+    assert done.returncode == 2
+    assert words in done.stderr

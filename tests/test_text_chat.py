@@ -275,3 +275,14 @@ def test_long_conversations_are_no_hostile_templates() -> None:
         {"role": role, "content": "word " * 400} for _ in range(500) for role in ("user", "assistant")
     ]
     assert len(render(CHATML, messages)) > 2_000_000
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_thinking_can_be_switched_off_where_the_template_has_a_switch(name: str) -> None:
+    """`--no-think` must do something, or say that it cannot."""
+    source = CHATML + f"{{% if {name} is defined and not {name} %}}<think></think>{{% endif %}}"
+    template = ChatTemplate(source, SPECIAL)
+    said = template.render([{"role": "user", "content": "Hi"}], **template.thinking_off())
+    assert said.endswith("<think></think>")
+    with pytest.raises(UsageError, match="no switch for thinking"):
+        ChatTemplate(CHATML, SPECIAL).thinking_off()

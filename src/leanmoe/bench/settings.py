@@ -31,6 +31,7 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     "useful": lambda r: f"{r['useful']:.0f}",
     "late": lambda r: f"{r['late']:.0f}",
     "wasted": lambda r: f"{r['wasted']:.0f}",
+    "peak MiB": lambda r: f"{r['memory_peak'] / 2**20:.0f}",
     "MiB read": lambda r: f"{r['decode_read_bytes'] / 2**20:.0f}",
 }
 

@@ -23,6 +23,7 @@ def chat(
     config: EngineConfig,
     sampling: dict[str, Any],
     system: opt.System = None,
+    no_think: opt.NoThink = False,
     max_tokens: opt.MaxTokens = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what each answer takes while it is made.")
@@ -37,6 +38,7 @@ def chat(
     with LLM(pack, **asdict(config)) as llm:
         if not llm.has_chat_template:
             raise UsageError(f"{pack}: the model has no chat template; use lean run --raw")
+        template = llm.chat_template().thinking_off() if no_think else {}
         print(f"{pack.name}: {_HELP}", file=sys.stderr)
         messages = list(opening)
         while (line := _ask()) is not None:
@@ -49,7 +51,7 @@ def chat(
             else:
                 messages.append({"role": "user", "content": line})
                 try:
-                    stream = llm.stream_chat(messages, max_tokens=max_tokens, **sampling)
+                    stream = llm.stream_chat(messages, max_tokens=max_tokens, template=template, **sampling)
                     done = show(llm, stream, live=stats)
                 except UsageError as error:
                     messages.pop()  # as when the conversation has outgrown the context

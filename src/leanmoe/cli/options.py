@@ -87,6 +87,9 @@ MaxTokens = Annotated[
     int | None,
     typer.Option("--max-tokens", "-n", help="Most tokens of an answer. [default: to the end of the context]"),
 ]
+NoThink = Annotated[
+    bool, typer.Option("--no-think", help="Answer without thinking first, where the chat template allows it.")
+]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 Command = Callable[..., None]

@@ -35,6 +35,7 @@ def run(
         bool, typer.Option("--special", help="With --raw: special tokens may be written in the prompt.")
     ] = False,
     system: opt.System = None,
+    no_think: opt.NoThink = False,
     max_tokens: opt.MaxTokens = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
@@ -58,15 +59,17 @@ def run(
     }
     with LLM(pack, **asdict(config)) as llm:
         if raw or not llm.has_chat_template:
-            if system is not None:
-                raise UsageError("--system needs a chat template; this run has none")
+            if system is not None or no_think:
+                flag = "--no-think" if no_think else "--system"
+                raise UsageError(f"{flag} needs a chat template; this run has none")
             stream = llm.stream(text, special=special, **request)
         else:
             if special:
                 raise UsageError("--special goes with --raw")
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            stream = llm.stream_chat(messages, **request)
+            template = llm.chat_template().thinking_off() if no_think else {}
+            stream = llm.stream_chat(messages, template=template, **request)
         done = show(llm, stream, silent=as_json, live=stats)
         if as_json:
             print(json.dumps(llm.record(done), ensure_ascii=False))

@@ -218,12 +218,16 @@ class LLM:
 
         Tokens that the conversation shares with the previous one keep their KV state and are not computed again.
         """
+        text = self.chat_template().render(messages, **(template or {}))
+        tokens = self.tokenizer.encode_rendered(text)
+        return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=True)
+
+    def chat_template(self) -> ChatTemplate:
+        """The model's own. Raises `UsageError` if it has none."""
         if self._template is None:
             with _naming(self.pack.trunk):
                 self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
-        text = self._template.render(messages, **(template or {}))
-        tokens = self.tokenizer.encode_rendered(text)
-        return self._stream(tokens, max_tokens, stop, ignore_eos, sampling, reuse=True)
+        return self._template
 
     @property
     def has_chat_template(self) -> bool:

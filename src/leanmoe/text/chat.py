@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from leanmoe.errors import FormatError, UsageError
 from leanmoe.text.sandbox import Meter, TemplateEnvironment, TemplateRefusal
@@ -17,6 +18,8 @@ model's template reads, such as `tool_calls`."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Whose words a message may be."""
 
+# What templates call the switch for thinking: most of them; DeepSeek-V3.1 and Kimi.
+_THINKING = ("enable_thinking", "thinking")
 _KEY = "tokenizer.chat_template"
 _MAX_TEMPLATE = 1 << 20
 _MAX_PROMPT = 16 << 20
@@ -35,6 +38,7 @@ class ChatTemplate:
         environment = TemplateEnvironment()
         self._special_tokens = dict(special_tokens)
         self._template = _compile(environment, source)
+        self._variables = find_undeclared_variables(environment.parse(source))
         self._tool_template = _compile(environment, tool_source) if tool_source is not None else None
 
     @classmethod
@@ -54,6 +58,16 @@ class ChatTemplate:
             if found is not None and not isinstance(found, str):
                 raise FormatError(f"{_KEY} is {type(found).__name__}; wanted text")
         return cls(source, _special_tokens(metadata, tokenizer), tool_source)
+
+    def thinking_off(self) -> dict[str, bool]:
+        """The variables for `render` by which the model answers without thinking first.
+
+        Raises `UsageError` if the template has no such switch.
+        """
+        switches = dict.fromkeys(self._variables.intersection(_THINKING), False)
+        if not switches:
+            raise UsageError("the model's chat template has no switch for thinking")
+        return switches
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
