@@ -179,6 +179,27 @@ def test_the_look_ahead_is_exact_where_layers_change_nothing(
         assert sorted(likeliest.tolist()) == sorted(picked[number])
 
 
+def test_recall_of_the_look_ahead_is_counted_for_each_distance(
+    packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lean tune` prints it: all if layers change nothing, all if every expert may be named, else less."""
+    _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
+    with LLM(path) as llm:
+        real = llm.decoder.judge_look_ahead([2, 8], 6)
+        _decode(llm, TOKENS[:12])
+        assert set(real.recall()) == {1, 2, 3, 4, 5}
+        assert all(named <= every == 1.0 for named, every in real.recall().values())
+        assert 0 < real.recall()[1][0] < 1
+        monkeypatch.setattr(
+            "leanmoe.models.moe._weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
+        )
+        for layer in llm.decoder.layers:
+            layer.mixer.out.data.zero_()
+        exact = llm.decoder.judge_look_ahead([2], 6)
+        _decode(llm, TOKENS[:4])
+        assert exact.recall() == {distance: [1.0] for distance in range(1, 6)}
+
+
 def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
     dtype = torch.float16
     state = llm.decoder.new_state(len(tokens), dtype)

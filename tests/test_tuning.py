@@ -111,13 +111,16 @@ def test_tuning_measures_this_pack_and_keeps_the_choice(path: Path) -> None:
     least = sum(m.expert_count * m.layout.file_bytes for m in layers) * 3 // 4
     config = EngineConfig(memory=1 << 30, context=256, cache=least)
     found = tune(path, config, tokens=64, report=steps.append)
-    assert len(steps) == 4
+    assert len(steps) == 5
     assert found.tuned.choice == find_choice(path, 1 << 30)
     assert set(found.tuned.measured.read_rates) == set(THREADS)
     assert found.trace.rows.tobytes() == pack_trace(path).rows.tobytes()  # type: ignore[union-attr]
     assert 0 < found.residency < 1
     assert found.hit_rates["auto"] > 0
     assert found.levels[0] == (0.0, 0.0)
+    assert all(
+        0 < found.recall[name][1][0] <= found.recall[name][1][1] for name in ("routers", "transitions")
+    )
     assert {1, 2} <= set(found.levels)
     with LLM(path, "1GiB", context=256, cache=least) as llm:
         assert llm.config.readers == found.tuned.choice.readers

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from leanmoe.engine.tune import Findings
 
 
+_RECALL = "picks foreseen, naming top-k / twice as many experts of a layer"
+
+
 @opt.memory_flags
 def tune(
     pack: Annotated[Path, typer.Argument(help="A .lmpack directory, made by `lean pack`.")],
@@ -48,6 +51,7 @@ def _record(found: "Findings") -> dict[str, Any]:
         **asdict(found.tuned),
         "residency": found.residency,
         "hit_rates": found.hit_rates,
+        "recall": found.recall,
         "prefetch_levels": {
             n: {"log_ratio": mean, "error": error} for n, (mean, error) in found.levels.items()
         },
@@ -72,6 +76,15 @@ def _show(found: "Findings", pack: Path) -> None:
     table = Table("policy", "hit rate, replayed", box=box.SIMPLE)
     for name, rate in found.hit_rates.items():
         table.add_row(name, f"{rate:.1%}{'  <-' if name == choice.policy else ''}")
+    console.print(table)
+    table = Table(
+        "layers ahead", "routers", "transitions", title=_RECALL, title_justify="left", box=box.SIMPLE
+    )
+    for distance in sorted(set().union(*found.recall.values())):
+        cells = (found.recall[name].get(distance) for name in ("routers", "transitions"))
+        table.add_row(
+            str(distance), *("-" if c is None else " / ".join(f"{x:.0%}" for x in c) for c in cells)
+        )
     console.print(table)
     if found.levels:
         table = Table("prefetch level", "time of a token", "doubt", box=box.SIMPLE)

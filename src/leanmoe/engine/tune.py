@@ -21,6 +21,8 @@ from leanmoe.engine.sample import PROMPTS
 from leanmoe.engine.tuning import TRACE, Measured, Tuned, keep, this_host
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import POLICIES, Key, policy_named
+from leanmoe.experts.profile import DISTANCES
+from leanmoe.experts.recall import recalls
 from leanmoe.experts.store import ExpertStore
 from leanmoe.experts.throttle import Prefetch, Survey
 from leanmoe.experts.trace import RoutingTrace
@@ -32,13 +34,15 @@ _READ_BYTES = 512 << 20  # read with each number of threads
 _MIN_GAIN = 0.03  # of the read rate, that more threads must bring
 _MIN_POINTS = 0.02  # of the hit rate, that another policy than the default must bring: the trace is short
 _TRACE_BYTES = 32 << 20
+_JUDGED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What was chosen, and why.
 
-    `hit_rates` of each policy on `trace`; `rates` bytes per second by number of reader threads; `levels` for each
+    `hit_rates` of each policy on `trace`; `recall` of "routers" and "transitions", by how many layers ahead, if they
+    name top-k experts or twice as many; `rates` bytes per second by number of reader threads; `levels` for each
     prefetch level the mean logarithm of a token's time over that without, and its standard error: empty where every
     expert has a slot. `seconds` is the median time of a token without reading ahead, `stall_seconds` of it waiting.
     """
@@ -46,6 +50,7 @@ class Findings:
     tuned: Tuned
     trace: RoutingTrace
     hit_rates: dict[str, float]
+    recall: dict[str, dict[int, list[float]]]
     levels: dict[int, tuple[float, float]]
     seconds: float
     stall_seconds: float
@@ -75,12 +80,19 @@ def tune(
         slots = [d.slots for d in llm.plan.devices if d.slots is not None]
         residency = llm.plan.residency
         seconds, stall = _decode(llm, tokens)
+        report("asking the predictors")
+        top_k = pack.manifest.expert_used_count
+        gates = llm.decoder.judge_look_ahead([top_k, 2 * top_k], DISTANCES)
+        _decode(llm, _JUDGED_TOKENS)
     trace = llm.trace()
     trace.save(pack.path / TRACE)
     report("replaying policies")
     others = [n for n, kind in POLICIES.items() if not kind.wants_router and kind is not policy_named("auto")]
     hit_rates = {name: replayed(trace, slots, name) for name in ("auto", *others)}
     policy = max(hit_rates, key=lambda name: hit_rates[name] - (0 if name == "auto" else _MIN_POINTS))
+    followed = recalls(trace, [top_k, 2 * top_k])
+    after = {d: followed[name] for d in range(1, DISTANCES + 1) if (name := f"transition +{d}") in followed}
+    recall = {"routers": gates.recall(), "transitions": after}
     levels: dict[int, tuple[float, float]] = {}
     level = 0
     if residency < 1 and readers > 1:
@@ -91,7 +103,7 @@ def tune(
     choice = Choice(policy, prefetch, level or None, readers)
     tuned = Tuned(this_host(), memory, choice, Measured(seconds - stall, rates))
     keep(pack.path, tuned)
-    return Findings(tuned, trace, hit_rates, levels, seconds, stall, residency)
+    return Findings(tuned, trace, hit_rates, recall, levels, seconds, stall, residency)
 
 
 def read_rates(pack: Pack, nbytes: int = _READ_BYTES) -> dict[int, float]:

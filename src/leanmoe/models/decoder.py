@@ -1,5 +1,6 @@
 """The decoder: embedding, layers of mixer and feed-forward, output head. The whole network in one page."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.latent_attention import LatentAttention
-from leanmoe.models.lookahead import Gate, attach
+from leanmoe.models.lookahead import Gate, GateRecall, attach
 from leanmoe.models.moe import DenseBesideMoE, DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
@@ -105,6 +106,21 @@ class Decoder:
     def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
         """An empty sequence with room for `capacity` tokens."""
         return SequenceState([layer.mixer.new_state(capacity, dtype) for layer in self.layers], capacity)
+
+    def judge_look_ahead(self, widths: Sequence[int], distances: int) -> GateRecall:
+        """From now on counts what the routers of later layers foresee, in place of what the pool is told.
+
+        Layers on different devices are not compared.
+        """
+        moes = [(layer, layer.moe) for layer in self.layers if layer.moe is not None]
+        here = [
+            (layer, moe) for layer, moe in moes if self.devices[moe.layer] == self.devices[moes[0][1].layer]
+        ]
+        gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
+        recall = GateRecall(gates, widths, distances)
+        for place, (_, moe) in enumerate(here):
+            moe.look_ahead = recall.watcher(place)
+        return recall
 
     def _look_ahead(self, pool: ExpertPool) -> None:
         """Lets each layer's picks and state predict the layers after it that are on the same device."""

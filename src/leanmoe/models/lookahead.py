@@ -5,8 +5,9 @@ state, name most of the experts that layer will pick.
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ MOST_TOKENS = 4
 _MEMORY = 64  # choices that a rate is the mean over
 _MARGINS = (0.1, 0.3, 0.8)
 Chances = npt.NDArray[np.float32]
+
+
+Watcher = Callable[[Phase, torch.Tensor, Sequence[int]], None]
+"""Called with the phase, the state `h` [N, hidden] before the experts, and what the N tokens picked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,44 @@ class LookAhead:
         for gate, experience in zip(self._later, self._experience, strict=False):
             ranks, ids = gate.router.ranking(gate.norm(h)).topk(experience.width, dim=-1)
             pool.expect(gate.layer, experience.chances(gate.layer, ranks.tolist(), ids.tolist()))
+
+
+class GateRecall:
+    """Counts how many picks of later layers their routers foresaw from the present state, at each distance.
+
+    For judging, not for running: every layer's state goes through the routers of the next `distances` layers.
+    `widths` are the numbers of experts that may be named.
+    """
+
+    def __init__(self, gates: Sequence[Gate], widths: Sequence[int], distances: int) -> None:
+        self._gates, self._widths, self._distances = tuple(gates), tuple(widths), distances
+        self._named: dict[tuple[int, int], list[int]] = {}  # by layer's place and distance
+        self._hits = np.zeros((distances, len(widths)), np.int64)
+        self._picks = np.zeros(distances, np.int64)
+
+    def watcher(self, place: int) -> "Watcher":
+        """What the layer of the gate at `place` calls."""
+        return partial(self._visit, place)
+
+    def _visit(self, place: int, phase: Phase, h: torch.Tensor, picked: Sequence[int]) -> None:
+        if phase is not Phase.DECODE or len(h) > 1:
+            self._named.clear()
+            return
+        for distance in range(1, self._distances + 1):
+            if named := self._named.pop((place, distance), None):
+                self._picks[distance - 1] += len(picked)
+                found = [named.index(expert) for expert in picked if expert in named]
+                self._hits[distance - 1] += [sum(rank < width for rank in found) for width in self._widths]
+            if place + distance < len(self._gates):
+                gate = self._gates[place + distance]
+                ranks = gate.router.ranking(gate.norm(h))[0]
+                best = ranks.topk(min(max(self._widths), len(ranks))).indices.tolist()
+                self._named[place + distance, distance] = best
+
+    def recall(self) -> dict[int, list[float]]:
+        """By distance, where there were picks: the share of them (0 to 1) among the best `widths` of the router."""
+        counted = zip(self._hits.tolist(), self._picks.tolist(), strict=True)
+        return {d: [n / picks for n in hits] for d, (hits, picks) in enumerate(counted, 1) if picks}
 
 
 class Experience:

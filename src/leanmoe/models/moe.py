@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, silu
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import ExpertBatch, linear, moe_ffn
-from leanmoe.models.lookahead import LookAhead
+from leanmoe.models.lookahead import Watcher
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router
 from leanmoe.models.spec import ModelSpec
@@ -63,7 +63,7 @@ class MoE:
         self.layout = pool.layout(layer)
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
-        self.look_ahead: LookAhead | None = None
+        self.look_ahead: Watcher | None = None
         # Where the file scales what the router sees, that is h under a norm of its own.
         self.router_norm: RMSNorm | None = None
         if trunk.has(scale := f"blk.{layer}.ffn_gate_inp.scale"):
