@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,9 @@ def test_ctrl_c_while_lean_starts_leaves_no_traceback() -> None:
         sys.meta_path.insert(0, Slow())
         runpy.run_module("leanmoe", run_name="__main__")
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    # Ctrl-C is ignored in what a script runs in the background, as these tests may be.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, preexec_fn=listening)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 

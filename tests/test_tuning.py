@@ -22,6 +22,8 @@ from leanmoe.pack import open_pack, pack_gguf
 from trace_fixtures import made_up
 
 MEASURED = Measured(0.02, {1: 1e9, 2: 1.2e9, 4: 1.5e9})
+# A budget for this process, whatever the tests before have left in it.
+BUDGET = 12 << 30
 CHOICE = Choice("frequency", "on", 2, 8)
 
 
@@ -35,8 +37,8 @@ def entry(memory: int = 1 << 30, choice: Choice = CHOICE, host: str | None = Non
 
 
 def test_a_run_follows_what_was_chosen_unless_told_otherwise(path: Path) -> None:
-    keep(path, entry())
-    with LLM(path, "1GiB", context=128) as llm:
+    keep(path, entry(BUDGET))
+    with LLM(path, BUDGET, context=128) as llm:
         config = llm.config
         assert (config.policy, config.prefetch, config.prefetch_level, config.readers) == (
             "frequency",
@@ -44,7 +46,7 @@ def test_a_run_follows_what_was_chosen_unless_told_otherwise(path: Path) -> None
             2,
             8,
         )
-    with LLM(path, "1GiB", context=128, policy="lru", prefetch="off", readers=2) as llm:
+    with LLM(path, BUDGET, context=128, policy="lru", prefetch="off", readers=2) as llm:
         config = llm.config
         assert (config.policy, config.prefetch, config.prefetch_level, config.readers) == (
             "lru",
@@ -109,10 +111,10 @@ def test_tuning_measures_this_pack_and_keeps_the_choice(path: Path) -> None:
     steps: list[str] = []
     layers = open_pack(path).manifest.layers
     least = sum(m.expert_count * m.layout.file_bytes for m in layers) * 3 // 4
-    config = EngineConfig(memory=1 << 30, context=256, cache=least)
+    config = EngineConfig(memory=BUDGET, context=256, cache=least)
     found = tune(path, config, tokens=64, report=steps.append)
     assert len(steps) == 5
-    assert found.tuned.choice == find_choice(path, 1 << 30)
+    assert found.tuned.choice == find_choice(path, BUDGET)
     assert set(found.tuned.measured.read_rates) == set(THREADS)
     assert found.trace.rows.tobytes() == pack_trace(path).rows.tobytes()  # type: ignore[union-attr]
     assert 0 < found.residency < 1
@@ -122,7 +124,7 @@ def test_tuning_measures_this_pack_and_keeps_the_choice(path: Path) -> None:
         0 < found.recall[name][1][0] <= found.recall[name][1][1] for name in ("routers", "transitions")
     )
     assert {1, 2} <= set(found.levels)
-    with LLM(path, "1GiB", context=256, cache=least) as llm:
+    with LLM(path, BUDGET, context=256, cache=least) as llm:
         assert llm.config.readers == found.tuned.choice.readers
 
 
