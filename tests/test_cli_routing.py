@@ -174,6 +174,18 @@ def test_live_figures_in_a_file_are_lines(path: Path) -> None:
     assert re.search(r"^\d+ tokens", done.stderr, re.MULTILINE)
 
 
+def test_live_figures_do_not_cut_into_the_text_where_both_go_to_one_file(path: Path) -> None:
+    done = subprocess.run(
+        [*LEAN, "run", str(path), *SMALL, "-p", "Hello", "-n", "8", "--ignore-eos", "--stats"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    assert "waited for reads" in done.stdout
+    assert not re.search(r"\d+ tokens( \||$)", done.stdout, re.MULTILINE)
+
+
 def test_chat_shows_the_map_of_what_is_resident(path: Path) -> None:
     done = subprocess.run(
         [*LEAN, "chat", str(path), *SMALL, "-n", "4"],

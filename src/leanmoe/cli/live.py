@@ -1,5 +1,6 @@
 """A line of figures at the foot of the terminal, below text that goes on scrolling above it."""
 
+import math
 import os
 import sys
 import time
@@ -40,13 +41,13 @@ class StatusLine:
     """Shows one line, kept up to date, while other text is printed to the same terminal.
 
     On a terminal the last row is taken out of the scrolling region for as long as it lasts. Elsewhere (a file, a
-    pipe) a line is written every few seconds.
+    pipe) a line is written every few seconds, unless the text goes to the very same place.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty() and os.get_terminal_size(self._stream.fileno()).lines > 2
-        self._next = 0.0
+        self._next = math.inf if not self._terminal and _one_place(sys.stdout, self._stream) else 0.0
         self._rows = self._columns = 0
 
     @property
@@ -81,3 +82,10 @@ class StatusLine:
     def _write(self, codes: str) -> None:
         self._stream.write(codes)
         self._stream.flush()
+
+
+def _one_place(first: TextIO, second: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(first.fileno()), os.fstat(second.fileno()))
+    except (OSError, ValueError):  # a stream without a file
+        return False
