@@ -20,18 +20,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from leanmoe.errors import FormatError, UnsupportedError
-from leanmoe.experts.files import replace_file
+from leanmoe.errors import FormatError
+from leanmoe.experts.files import CheckedForm
 from leanmoe.experts.policy import Key
 from leanmoe.experts.trace import NO_EXPERT, RoutingTrace
 
-MAGIC = b"LEANPRF\0"
-VERSION = 1
+_FORM = CheckedForm(
+    magic=b"LEANPRF\0",
+    version=1,
+    name="a routing profile",
+    newer="use a newer lean, or delete the file to begin a new profile",
+    damaged="delete it to begin a new profile",
+)
 DISTANCES = 6
 """Layers ahead that successors are kept for."""
 
 _HALF_LIFE = 50_000  # tokens
-_MAX_HEADER = 1 << 20
 _SUCCESSOR_BYTES = 16 << 20  # of all successors together; but at least _FEWEST for each expert
 _FEWEST, _MOST = 8, 32
 # What a layer's popularity counts for beside the successors of an expert, in picks of that expert. Little: an
@@ -157,9 +161,7 @@ class RoutingProfile:
         """Writes the file, or leaves what was there. Raises `OSError`."""
         text = json.dumps(asdict(self.identity), separators=(",", ":")).encode()
         arrays = (getattr(self, name).astype(kind).tobytes() for name, kind in _ARRAYS.items())
-        body = text + zlib.compress(b"".join(arrays), 1)
-        numbers = (VERSION, len(text), zlib.crc32(body))
-        replace_file(Path(path), MAGIC + b"".join(n.to_bytes(4, "little") for n in numbers) + body)
+        _FORM.write(Path(path), text, zlib.compress(b"".join(arrays), 1))
 
     @classmethod
     def load(cls, path: Path | str, identity: ModelIdentity) -> "RoutingProfile":
@@ -169,23 +171,9 @@ class RoutingProfile:
         its version is newer; `OSError` if it cannot be read. A model runs as well without.
         """
         path = Path(path)
-        data = path.read_bytes()
-        if data[:8] != MAGIC:
-            raise FormatError(f"{path} is not a routing profile: it starts with {data[:8]!r}, not {MAGIC!r}")
-        version, length, checksum = (int.from_bytes(data[i : i + 4], "little") for i in (8, 12, 16))
-        if version != VERSION:
-            raise UnsupportedError(
-                f"{path} is a routing profile of version {version}, this lean reads version {VERSION}; "
-                "use a newer lean, or delete the file to begin a new profile"
-            )
-        body = data[20:]
-        if length > min(_MAX_HEADER, len(body)) or zlib.crc32(body) != checksum:
-            raise FormatError(
-                f"{path} has {len(data)} bytes and not the checksum in it: cut short or damaged; "
-                "delete it to begin a new profile"
-            )
+        header, body = _FORM.read(path)
         try:
-            return _decode(body[:length], body[length:], identity)
+            return _decode(header, body, identity)
         except FormatError as error:
             raise FormatError(f"{path}: {error}; delete it to begin a new profile") from None
 

@@ -6,7 +6,6 @@ file; `trace_csv` reads and writes the `route_trace v1` text of other tools.
 """
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,12 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from leanmoe.errors import FormatError, UnsupportedError
-from leanmoe.experts.files import replace_file
+from leanmoe.errors import FormatError
+from leanmoe.experts.files import CheckedForm
 from leanmoe.experts.policy import Phase
 
 MAGIC = b"LEANTRC\0"
-VERSION = 1
+_FORM = CheckedForm(
+    magic=MAGIC,
+    version=1,
+    name="a routing trace",
+    newer="export it to CSV with the lean that wrote it",
+    damaged="record it again",
+)
 NO_EXPERT = 0xFFFF
 """Fills the row of a token that used fewer experts than the widest."""
 
@@ -29,7 +34,6 @@ PHASES = (Phase.PREFILL, Phase.DECODE)
 """The phases by their number in files."""
 
 Rows = npt.NDArray[np.void]
-_MAX_HEADER = 1 << 20
 _MAX_WIDTH = 1 << 12
 
 
@@ -147,9 +151,7 @@ class RoutingTrace:
             "probabilities": self.rows.dtype["probabilities"].shape[0] if "probabilities" in names else 0,
         }
         text = json.dumps(header, separators=(",", ":")).encode()
-        body = text + self.rows.tobytes()
-        numbers = (VERSION, len(text), zlib.crc32(body))
-        replace_file(Path(path), MAGIC + b"".join(n.to_bytes(4, "little") for n in numbers) + body)
+        _FORM.write(Path(path), text, self.rows.tobytes())
 
     @classmethod
     def load(cls, path: Path | str) -> "RoutingTrace":
@@ -159,22 +161,9 @@ class RoutingTrace:
         newer, `OSError` if it cannot be read.
         """
         path = Path(path)
-        data = path.read_bytes()
-        if data[:8] != MAGIC:
-            raise FormatError(f"{path} is not a routing trace: it starts with {data[:8]!r}, not {MAGIC!r}")
-        version, length, checksum = (int.from_bytes(data[i : i + 4], "little") for i in (8, 12, 16))
-        if version != VERSION:
-            raise UnsupportedError(
-                f"{path} is a routing trace of version {version}, this lean reads version {VERSION}; "
-                "export it to CSV with the lean that wrote it"
-            )
-        body = data[20:]
-        if length > min(_MAX_HEADER, len(body)) or zlib.crc32(body) != checksum:
-            raise FormatError(
-                f"{path} has {len(data)} bytes and not the checksum in it: cut short or damaged; record it again"
-            )
+        header, body = _FORM.read(path)
         try:
-            return _decode(body[:length], body[length:])
+            return _decode(header, body)
         except FormatError as error:
             raise FormatError(f"{path}: {error}; record it again") from None
 
