@@ -15,8 +15,7 @@ from rich.text import Text
 from leanmoe.cli import options as opt
 from leanmoe.cli.plots import draw_map, require_matplotlib
 from leanmoe.engine.config import EngineConfig
-from leanmoe.engine.memory import default_budget
-from leanmoe.engine.plan import expected_base, plan_memory
+from leanmoe.engine.plan import foresee_memory
 from leanmoe.engine.tuning import PROFILE
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import Key
@@ -41,8 +40,6 @@ def heat_map(
     """Show how often each expert of each layer is used, and which of them a warm start keeps in the budget."""
     if plot:
         require_matplotlib()
-    if config.devices[0] != "cpu" and config.vram is None:
-        raise UsageError("say how much the GPU has with --vram: a map asks no device")
     opened = open_pack(pack)
     if not opened.manifest.layers:
         raise UsageError(f"{pack}: a model without experts has no map")
@@ -107,16 +104,7 @@ def _profile(pack: Pack) -> RoutingProfile:
 
 
 def _slots(pack: Pack, config: EngineConfig) -> list[SlotPlan]:
-    spec = model_spec(pack.trunk)
-    made = plan_memory(
-        spec,
-        pack.trunk,
-        pack.manifest,
-        config,
-        memory=config.memory or default_budget(),
-        base=expected_base(spec),
-        vram=(config.vram or 0,) * len(config.devices) if config.devices[0] != "cpu" else (),
-    )
+    made = foresee_memory(model_spec(pack.trunk), pack.trunk, pack.manifest, config)
     return [d.slots for d in made.devices if d.slots is not None]
 
 

@@ -12,10 +12,8 @@ from rich.table import Table
 from leanmoe.cli import options as opt
 from leanmoe.engine.config import Choice, EngineConfig
 from leanmoe.engine.estimate import Estimate, estimate, pack_trace
-from leanmoe.engine.memory import default_budget
-from leanmoe.engine.plan import MemoryPlan, expected_base, plan_memory
+from leanmoe.engine.plan import MemoryPlan, foresee_memory
 from leanmoe.engine.tuning import find_choice, find_tuned
-from leanmoe.errors import UsageError
 from leanmoe.experts.slots import SlotPlan
 from leanmoe.formats.gguf import GGUFFile, read_gguf
 from leanmoe.models.registry import model_spec
@@ -33,8 +31,6 @@ def plan(
     as_json: opt.AsJson = False,
 ) -> None:
     """Show where every byte of a memory budget goes, and how fast that will be. Reads headers only."""
-    if config.devices[0] != "cpu" and config.vram is None:
-        raise UsageError("say how much the GPU has with --vram: a plan asks no device")
     if names_pack(model):
         pack = open_pack(model)
         gguf, manifest = pack.trunk, pack.manifest
@@ -42,15 +38,7 @@ def plan(
         gguf = read_gguf(model)
         manifest = expert_layouts(gguf)
     spec = model_spec(gguf)
-    made = plan_memory(
-        spec,
-        gguf,
-        manifest,
-        config,
-        memory=config.memory or default_budget(),
-        base=expected_base(spec),
-        vram=(config.vram or 0,) * len(config.devices) if config.devices[0] != "cpu" else (),
-    )
+    made = foresee_memory(spec, gguf, manifest, config)
     speed = _estimate(model, spec, gguf, made)
     if as_json:
         print(json.dumps(_record(made) | {"estimate": None if speed is None else _speed_record(speed)}))

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from leanmoe.engine.config import KV_ELEMENT_BYTES, EngineConfig
+from leanmoe.engine.memory import default_budget
 from leanmoe.errors import BudgetError, FormatError, UsageError
 from leanmoe.experts.predict import Transitions
 from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
@@ -107,6 +108,25 @@ def context_length(spec: ModelSpec, config: EngineConfig) -> int:
 def expected_base(spec: ModelSpec) -> int:
     """What a process will hold before it loads weights, for a plan made before there is one."""
     return _RUNTIME_BYTES + spec.vocab * _TOKENIZER_BYTES
+
+
+def foresee_memory(spec: ModelSpec, trunk: GGUFFile, manifest: Manifest, config: EngineConfig) -> MemoryPlan:
+    """As `plan_memory`, for a process that does not run yet, on devices that nobody asks.
+
+    Raises `UsageError` if a GPU's memory is not given.
+    """
+    on_gpu = config.devices[0] != "cpu"
+    if on_gpu and config.vram is None:
+        raise UsageError("say how much the GPU has with --vram: no device is asked")
+    return plan_memory(
+        spec,
+        trunk,
+        manifest,
+        config,
+        memory=config.memory or default_budget(),
+        base=expected_base(spec),
+        vram=(config.vram or 0,) * len(config.devices) if on_gpu else (),
+    )
 
 
 def plan_memory(
