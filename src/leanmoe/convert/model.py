@@ -242,4 +242,4 @@ class _Encoder:
         """Nothing: the checkpoint drops what it has read."""
 
     def free(self, path: Path, offset: int, nbytes: int) -> None:
-        raise NotImplementedError("a checkpoint is not consumed")
+        raise AssertionError("a checkpoint is never freed: `check_consumable` refuses it")

@@ -39,24 +39,19 @@ class Learner:
 
     def __init__(self, pack: Pack, nbytes: int, *, probabilities: bool = False) -> None:
         self.path = pack.path / PROFILE
-        self.profile: RoutingProfile | None = None
-        """What was known at the start; until `forget`."""
         self.recorder = recorder(pack.path.stem, pack.manifest, nbytes, probabilities=probabilities)
         self._identity: ModelIdentity | None = None
         self._probabilities = probabilities
         self._counts = {m.layer: np.zeros(m.expert_count) for m in pack.manifest.layers}
 
-    def open(self, identity: ModelIdentity) -> None:
-        """Reads the profile, if there is one that can be used (else a warning says why)."""
+    def open(self, identity: ModelIdentity) -> RoutingProfile | None:
+        """The pack's profile, if there is one that can be used (else a warning says why). Only its counts are kept."""
         self._identity = identity
-        self.profile = load_profile(self.path, identity)
-        if self.profile is not None:
-            for row, layer in enumerate(self.profile.layers):
-                self._counts[layer] += self.profile.counts[row, : len(self._counts[layer])]
-
-    def forget(self) -> None:
-        """Lets the profile's memory go; what `heat` needs of it stays."""
-        self.profile = None
+        profile = load_profile(self.path, identity)
+        if profile is not None:
+            for row, layer in enumerate(profile.layers):
+                self._counts[layer] += profile.counts[row, : len(self._counts[layer])]
+        return profile
 
     def record(
         self,

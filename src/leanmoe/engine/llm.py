@@ -388,11 +388,10 @@ class LLM:
         """Warms the cache with the experts that were used most, and tells the predictor what followed what."""
         if self._learner is None or self._pool is None:
             return
-        self._learner.open(model_identity(self.decoder, self.pack.manifest))
-        if self._learner.profile is not None:
-            self._pool.seed(self._learner.profile)
-            self.warming = self.warm_start(self._learner.profile.hottest())
-            self._learner.forget()
+        profile = self._learner.open(model_identity(self.decoder, self.pack.manifest))
+        if profile is not None:
+            self._pool.seed(profile)
+            self.warming = self.warm_start(profile.hottest())
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
         try:

@@ -69,7 +69,8 @@ def keep(pack: Path, tuned: Tuned) -> None:
 
 def find_tuned(pack: Path) -> Tuned | None:
     """The newest tuning of this pack on this machine, for whatever budget."""
-    return next((t for t in reversed(_load(pack / TUNING)) if t.host == this_host()), None)
+    host = this_host()
+    return next((t for t in reversed(_load(pack / TUNING)) if t.host == host), None)
 
 
 def find_choice(pack: Path, memory: int) -> Choice | None:

@@ -110,26 +110,28 @@ class Decoder:
     def judge_look_ahead(self, widths: Sequence[int], distances: int) -> GateRecall:
         """From now on counts what the routers of later layers foresee, in place of what the pool is told.
 
-        Layers on different devices are not compared.
+        Only of layers on the device of the first one with experts.
         """
-        moes = [(layer, layer.moe) for layer in self.layers if layer.moe is not None]
-        here = [
-            (layer, moe) for layer, moe in moes if self.devices[moe.layer] == self.devices[moes[0][1].layer]
-        ]
-        gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
+        first = next(layer.moe.layer for layer in self.layers if layer.moe is not None)
+        moes, gates = self._gates(self.devices[first])
         recall = GateRecall(gates, widths, distances)
-        for place, (_, moe) in enumerate(here):
+        for place, moe in enumerate(moes):
             moe.look_ahead = recall.watcher(place)
         return recall
 
     def _look_ahead(self, pool: ExpertPool) -> None:
         """Lets each layer's picks and state predict the layers after it that are on the same device."""
-        routed = [(layer, layer.moe) for layer in self.layers if layer.moe is not None]
         for device in dict.fromkeys(self.devices):
-            here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
-            gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
-            for (_, moe), ahead in zip(here, attach(pool, gates), strict=True):
+            moes, gates = self._gates(device)
+            for moe, ahead in zip(moes, attach(pool, gates), strict=True):
                 moe.look_ahead = ahead
+
+    def _gates(self, device: torch.device) -> tuple[list[MoE], list[Gate]]:
+        """The layers with experts on `device`, in order, and what their routers see and are."""
+        routed = ((layer, layer.moe) for layer in self.layers if layer.moe is not None)
+        here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
+        gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
+        return [moe for _, moe in here], gates
 
     @torch.inference_mode()
     @one_torch_thread()
