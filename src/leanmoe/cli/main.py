@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from leanmoe import __version__
+from leanmoe.cli.bench import bench
 from leanmoe.cli.chat import chat
 from leanmoe.cli.heat_map import heat_map
 from leanmoe.cli.pack_commands import export, info, pack, verify
@@ -75,6 +76,7 @@ for command in (
     profile,
     trace,
     tune,
+    bench,
     simulate,
     import_trace,
     export_trace,

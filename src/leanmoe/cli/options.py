@@ -1,7 +1,7 @@
 """Options that several commands share, so that a flag has one name, one meaning and one help text."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +17,15 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--memory", "-m", metavar="SIZE", help="RAM for the whole process, like 4GiB. [default: 90 % of free]"
+    ),
+]
+Memories = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        "-m",
+        metavar="SIZES",
+        help="RAM for the whole process: sizes, comma-separated; none is 90 % of free. [default: none]",
     ),
 ]
 Cache = Annotated[
@@ -164,6 +173,39 @@ def _flags(
     return decorate
 
 
+def _speed_test(**given: Any) -> dict[str, Any]:
+    limits = (given.pop("memory") or "none").split(",")
+    sizes = [None if limit.strip() == "none" else parse_bytes(limit) for limit in limits]
+    return {"memory": sizes, **{key: value for key, value in _memory(**given).items() if key != "memory"}}
+
+
+def _without(group: Callable[..., Any], *names: str) -> list[inspect.Parameter]:
+    return [flag for flag in inspect.signature(group).parameters.values() if flag.name not in names]
+
+
+_speed_test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter("memory", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Memories),
+        *(flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in _without(_memory, "memory")),
+    ]
+)
+
+
+def _reading(**given: Any) -> dict[str, Any]:
+    return given
+
+
+_reading.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in _without(_experts, "warm", "learn")]
+)
+
+
+def _each_memory(memory: Sequence[int | None], **others: Any) -> list[EngineConfig]:
+    return [EngineConfig(memory=size, **others) for size in memory]
+
+
+bench_flags = _flags("configs", _each_memory, _speed_test, _reading)
+"""Gives a command the engine's flags but for those of the profile, and several budgets, as its `configs`."""
 memory_flags = _flags("config", EngineConfig, _memory)
 """Gives a command the flags that say which memory and devices there are, as its `config`."""
 engine_flags = _flags("config", EngineConfig, _memory, _experts)

@@ -278,6 +278,13 @@ class LLM:
                 logits[i : i + size] = self.decoder.forward(part)
             return logits
 
+    @contextmanager
+    def sequence(self) -> Iterator[Sequence]:
+        """The model's own sequence, emptied, to be fed by hand (see `engine.sequence`); answers wait meanwhile."""
+        with self._alone():
+            self._sequence.reset()
+            yield self._sequence
+
     @property
     def stats(self) -> CacheStats:
         """Counts of expert look-ups and reads since the model was opened."""
@@ -292,6 +299,10 @@ class LLM:
         if self._pool is None or not self.config.warm:
             return []
         return self._pool.warm(hottest, self.config.warm)
+
+    def load_all(self) -> int:
+        """Reads experts until every slot has one, and returns how many were read."""
+        return 0 if self._pool is None else self._pool.load_all()
 
     def trace(self) -> RoutingTrace:
         """The routing recorded so far (see `recording`); may be called after `close`, when there is memory for it.

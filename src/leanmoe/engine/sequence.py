@@ -5,7 +5,6 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from leanmoe.engine.sampling import Sampler
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.state import SequenceState
@@ -75,7 +74,7 @@ def decode(
     decoder: Decoder,
     sequence: Sequence,
     logits: torch.Tensor,
-    sampler: Sampler,
+    sampler: Callable[[torch.Tensor, list[int]], int],
     cancelled: Callable[[], bool],
 ) -> Iterator[int]:
     """The token loop: draw from `logits`, hand the token out, feed it, repeat.

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -76,6 +77,7 @@ class ExpertPool:
         observers: Sequence[Observer] = (),
     ) -> None:
         self.caches = tuple(caches)
+        self._store = store
         self._readers = readers
         self._layers = {layer.layer: layer for layer in store.pack.manifest.layers}
         self._cache_of = {layer: c for c in caches for group in c.plan.classes for layer in group.layers}
@@ -230,7 +232,8 @@ class ExpertPool:
     @property
     def stats(self) -> CacheStats:
         """The counts of all caches together."""
-        return sum((cache.stats for cache in self.caches), CacheStats())
+        counted = sum((cache.stats for cache in self.caches), CacheStats())
+        return replace(counted, reading_seconds=self._store.reading_seconds)
 
     def resident(self) -> list[Key]:
         """The experts whose bytes are in a slot now, on any device."""

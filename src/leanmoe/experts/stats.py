@@ -1,7 +1,10 @@
-"""What the cache counted. All counts are exact and independent of the clock, except the stall."""
+"""What the cache counted. All counts are exact and independent of the clock, except those of seconds."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
+from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class CacheStats:
     """A snapshot. `later - earlier` is what happened between two; `a + b` adds up caches.
 
     `reads` and `read_bytes` count expert files that arrived whole, for whatever reason they were read; `warm_bytes` of
-    them in the background, before there was any reason.
+    them in the background, before there was any reason. `reading_seconds` is the time in which at least one read was
+    in flight, whether anyone waited for it or not; checking digests is no part of it.
     """
 
     layers: Mapping[int, LayerStats] = field(default_factory=dict)
@@ -91,6 +95,12 @@ class CacheStats:
     read_bytes: int = 0
     evictions: int = 0
     warm_bytes: int = 0
+    reading_seconds: float = 0.0
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes that arrived in a second of reading; 0.0 before the first read."""
+        return self.read_bytes / self.reading_seconds if self.reading_seconds else 0.0
 
     @property
     def total(self) -> LayerStats:
@@ -121,6 +131,7 @@ class CacheStats:
             self.read_bytes + other.read_bytes,
             self.evictions + other.evictions,
             self.warm_bytes + other.warm_bytes,
+            self.reading_seconds + other.reading_seconds,
         )
 
     def __sub__(self, earlier: "CacheStats") -> "CacheStats":
@@ -131,7 +142,38 @@ class CacheStats:
             self.read_bytes - earlier.read_bytes,
             self.evictions - earlier.evictions,
             self.warm_bytes - earlier.warm_bytes,
+            self.reading_seconds - earlier.reading_seconds,
         )
+
+
+class BusyClock:
+    """Seconds in which at least one of any number of threads was inside `busy`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._since = time.perf_counter()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._seconds += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Up to now."""
+        with self._lock:
+            return self._seconds + (time.perf_counter() - self._since if self._inside else 0.0)
 
 
 class AheadCounts:

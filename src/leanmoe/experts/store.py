@@ -12,6 +12,7 @@ from blake3 import blake3
 
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import Key
+from leanmoe.experts.stats import BusyClock
 from leanmoe.pack import Pack
 
 Verify = Literal["first", "always", "never"]
@@ -42,10 +43,16 @@ class ExpertStore:
         self._lock = threading.Lock()
         self._sizes = {layer.layer: layer.layout.file_bytes for layer in pack.manifest.layers}
         self._verified: dict[Key, _Stamp] = {}
+        self._clock = BusyClock()
 
     def size(self, layer: int) -> int:
         """Bytes of each expert file of `layer`: a multiple of 4096."""
         return self._sizes[layer]
+
+    @property
+    def reading_seconds(self) -> float:
+        """Time up to now in which at least one read was in flight."""
+        return self._clock.seconds
 
     def read_into(self, key: Key, buffer: memoryview) -> None:
         """Fills `buffer`, which is page-aligned and exactly as long as the file, with the expert's bytes.
@@ -60,7 +67,8 @@ class ExpertStore:
                 raise self._fault(path, "is not a regular file")
             if found.st_size != len(buffer):
                 raise self._fault(path, f"has {found.st_size} bytes, not {len(buffer)}")
-            self._read(path, buffer)
+            with self._clock.busy():
+                self._read(path, buffer)
         except OSError as error:
             raise self._fault(path, f"cannot be read: {error.strerror}") from error
         stamp = (found.st_dev, found.st_ino, found.st_ctime_ns)
