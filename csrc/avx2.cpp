@@ -1,5 +1,6 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
+#include "attend.h"
 #include "delta.h"
 #include "encode.h"
 #include "x86.h"
@@ -344,6 +345,33 @@ constexpr Kernel KERNELS[] = {
 
 using DeltaVector = float __attribute__((vector_size(32)));
 
+struct AttendUnit {
+    using V = __m256;
+    static constexpr int64_t LANES = 8;
+    static LEAN_INLINE V at(const float* p) { return _mm256_loadu_ps(p); }
+    static LEAN_INLINE V at(const uint16_t* p) { return _mm256_cvtph_ps(load128(p)); }
+    static LEAN_INLINE void put(V x, uint16_t* p) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static LEAN_INLINE V all(float x) { return _mm256_set1_ps(x); }
+    static LEAN_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+    static LEAN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    template <int N> static LEAN_INLINE void sums(const V (&acc)[N], float* out) {
+        if constexpr (N % 4 == 0) {
+            for (int n = 0; n < N; n += 4) {
+                const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(acc[n], acc[n + 1]),
+                                                   _mm256_hadd_ps(acc[n + 2], acc[n + 3]));
+                _mm_storeu_ps(out + n, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+            }
+        } else {
+            for (int n = 0; n < N; ++n) {
+                const __m256 two = _mm256_hadd_ps(acc[n], acc[n]), one = _mm256_hadd_ps(two, two);
+                out[n] = _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(one), _mm256_extractf128_ps(one, 1)));
+            }
+        }
+    }
+};
+
 constexpr KernelTable TABLE = {
     "avx2",
     {copy_floats<ACT_F32>, copy_floats<ACT_F16>, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<0>,
@@ -355,6 +383,7 @@ constexpr KernelTable TABLE = {
     ENCODER_COUNT,
     convolve,
     delta<DeltaVector, 4>,
+    attend<AttendUnit>,
 };
 
 }  // namespace

@@ -187,12 +187,12 @@ void Engine::set_threads(int threads) {
 
 size_t Engine::scratch_bytes() {
     std::lock_guard lock(mutex_);
-    return act_.bytes() + hidden_.bytes() + hidden_act_.bytes() + index_.bytes();
+    return act_.bytes() + hidden_.bytes() + hidden_act_.bytes() + index_.bytes() + attended_.bytes();
 }
 
 void Engine::release_scratch() {
     std::lock_guard lock(mutex_);
-    for (Scratch* scratch : {&act_, &hidden_, &hidden_act_, &index_}) scratch->release();
+    for (Scratch* scratch : {&act_, &hidden_, &hidden_act_, &index_, &attended_}) scratch->release();
 }
 
 void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const float* x, int64_t tokens, float* out) {

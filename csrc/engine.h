@@ -81,6 +81,13 @@ public:
     bool encode(const float* x, const Format& format, int64_t rows, int64_t cols, uint8_t* out);
     void convolve(const ConvolutionCall& call);
     void delta_rule(const DeltaCall& call);
+    void attend(const AttendCall& call);
+
+    // body(i) for each i in [0, count), on all threads.
+    template <class F> void for_each(int64_t count, F&& body) {
+        std::lock_guard lock(mutex_);
+        pool_->parallel_for(count, [&](int64_t i) { body(i); });
+    }
 
     int threads();
     void set_threads(int threads);
@@ -97,7 +104,7 @@ private:
     std::mutex mutex_;  // one call at a time: the threads are already shared by it
     std::unique_ptr<ThreadPool> pool_;
     std::atomic<const KernelTable*> table_;
-    Scratch act_, hidden_, hidden_act_, index_;
+    Scratch act_, hidden_, hidden_act_, index_, attended_;
 };
 
 }  // namespace lean

@@ -104,6 +104,27 @@ constexpr int64_t DELTA_COLUMNS = 32;  // of a memory, for one task: they stay i
 
 using DeltaFn = void (*)(const DeltaCall& call, int64_t head, int64_t first, int64_t columns);
 
+// The attention of a sequence's newest token to itself and those before it. Stores its key and value first.
+struct AttendCall {
+    const float* q;     // [heads][dim]
+    const float *k, *v;  // [kv_heads][dim] of the token itself
+    uint8_t *keys, *values;  // [kv_heads][capacity][dim] of halves or floats
+    const float* sinks;  // [heads]: scores of a key without a value; or null
+    float* out;          // [heads][dim]
+    int64_t heads, kv_heads, dim, capacity;
+    int64_t first, end;  // the keys that the token sees; its own is the last
+    float scale;
+    bool halves;
+};
+constexpr int64_t ATTEND_SPAN = 1024;     // keys of one task
+constexpr int64_t ATTEND_MOST_DIM = 512;  // and a multiple of ATTEND_DIM
+constexpr int64_t ATTEND_DIM = 16;
+
+// What the keys [begin, end) add, for each head that shares a key head: the sum of values by e^(score - most), then
+// the sum of those factors, then `most`, the largest score.
+constexpr int64_t attend_part(int64_t dim) { return dim + 16; }
+using AttendFn = void (*)(const AttendCall& call, int64_t kv_head, int64_t begin, int64_t end, float* parts);
+
 struct KernelTable {
     const char* name;
     QuantizeFn quantize[ACT_COUNT];
@@ -114,6 +135,7 @@ struct KernelTable {
     int32_t encoder_count;
     ConvolveFn convolve;
     DeltaFn delta;
+    AttendFn attend;
 };
 
 const KernelTable& portable_table();

@@ -12,6 +12,8 @@
 namespace nb = nanobind;
 using namespace lean;
 
+void bind_step(nb::module_& m);  // module_step.cpp
+
 namespace {
 
 template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
@@ -183,6 +185,7 @@ NB_MODULE(_cpu, m) {
         return types;
     });
     m.def("glu", &glu);
+    bind_step(m);
     m.def("convolve", &convolve);
     m.def("delta_rule", &delta_rule);
     m.def("product_types", [] {

@@ -1,4 +1,5 @@
 // The unit for any processor: blocks are unpacked to bytes once and multiplied with each token's.
+#include "attend.h"
 #include "delta.h"
 #include "encode.h"
 #include "quantize.h"
@@ -106,6 +107,7 @@ constexpr Kernel KERNELS[] = {
 };
 
 using DeltaVector = float __attribute__((vector_size(16)));
+using AttendUnit = PlainAttend<DeltaVector>;
 
 constexpr KernelTable TABLE = {
     "portable",
@@ -118,6 +120,7 @@ constexpr KernelTable TABLE = {
     ENCODER_COUNT,
     convolve,
     delta<DeltaVector, 4>,
+    attend<AttendUnit>,
 };
 
 }  // namespace

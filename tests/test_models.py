@@ -161,9 +161,7 @@ def test_the_look_ahead_is_exact_where_layers_change_nothing(
 ) -> None:
     """Else it would apply another norm or router than the layer it speaks of, and foresee little."""
     _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    monkeypatch.setattr(
-        "leanmoe.models.moe._weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
-    )
+    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0]))
     said: dict[int, Any] = {}
     picked: dict[int, list[int]] = {}
     with LLM(path, cache=2 * _floor(path), prefetch="on") as llm:
@@ -191,7 +189,7 @@ def test_recall_of_the_look_ahead_is_counted_for_each_distance(
         assert all(named <= every == 1.0 for named, every in real.recall().values())
         assert 0 < real.recall()[1][0] < 1
         monkeypatch.setattr(
-            "leanmoe.models.moe._weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
+            "leanmoe.models.moe.weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
         )
         for layer in llm.decoder.layers:
             layer.mixer.out.data.zero_()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from leanmoe import kernels
+from leanmoe.kernels import torch_step
 from leanmoe.models.routing import Router, Routing
 from leanmoe.models.spec import RouterSpec
 
@@ -108,11 +110,40 @@ def test_what_traces_and_look_ahead_are_told_ranks_as_the_choice_does(way: str, 
     assert routing.chances.max() <= 1
 
 
-def test_one_token_far_from_all_experts_has_finite_weights() -> None:
-    """The sum of sigmoids can underflow; the weights must not become infinite."""
-    from leanmoe.models.routing import pick
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("selection_bias", [False, True])
+def test_the_extension_routes_as_torch_does(way: str, selection_bias: bool) -> None:
+    """A model on a GPU, and traces taken there, would go another way than on the CPU."""
+    noise = torch.Generator().manual_seed(5)
+    logits = torch.randn(600, EXPERTS, generator=noise) * 2
+    bias = torch.randn(EXPERTS, generator=noise) / 4 if selection_bias else None
+    ids, weights, chances = kernels.route(logits, bias, WAYS[way])
+    for mine, theirs in zip((ids, weights, chances), torch_step.route(logits, bias, WAYS[way]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for row in (0, 1, 599):
+        alone = kernels.route(logits[row : row + 1], bias, WAYS[way])
+        for mine, whole in zip(alone, (ids, weights, chances), strict=True):
+            assert torch.equal(mine[0], whole[row])
 
-    tiny = torch.full((1, EXPERTS), 1e-30)
-    _, weights = pick(tiny, tiny, replace(PLAIN, gating="sigmoid"))
+
+@pytest.mark.parametrize("run", [kernels.route, torch_step.route])
+def test_one_token_far_from_all_experts_has_finite_weights(run: Any) -> None:
+    """The sum of sigmoids can underflow; the weights must not become infinite."""
+    _, weights, _ = run(torch.full((1, EXPERTS), -69.0), None, replace(PLAIN, gating="sigmoid"))
     assert torch.isfinite(weights).all()
     assert float(weights.sum()) < 1e-20
+
+
+def test_a_damaged_token_still_goes_to_experts_that_exist() -> None:
+    """Not-a-numbers end in an error about the logits later on, not in memory that is not there."""
+    ids, _, _ = kernels.route(torch.full((1, EXPERTS), torch.nan), None, WAYS["best groups by two"])
+    assert len(set(ids[0].tolist())) == 4
+    assert all(0 <= i < EXPERTS for i in ids[0].tolist())
+
+
+def test_routing_that_does_not_fit_is_refused() -> None:
+    for rule in (replace(PLAIN, top_k=17), replace(PLAIN, groups=5), replace(PLAIN, groups=8, top_k=3)):
+        with pytest.raises(ValueError, match="experts"):
+            kernels.route(torch.zeros(1, EXPERTS), None, rule)
+    with pytest.raises(ValueError, match="bias"):
+        kernels.route(torch.zeros(1, EXPERTS), torch.zeros(3), PLAIN)

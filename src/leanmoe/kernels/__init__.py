@@ -6,7 +6,7 @@ All tensors are contiguous, activations and results float32. A call that does no
 import torch
 
 from leanmoe.formats.quant_types import QuantType
-from leanmoe.kernels import cpu, torch_delta, torch_reference
+from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step
 from leanmoe.kernels.cpu import (
     available_isas,
     compiled_isas,
@@ -19,7 +19,7 @@ from leanmoe.kernels.cpu import (
     set_isa,
     set_num_threads,
 )
-from leanmoe.kernels.types import ExpertBatch, Weight
+from leanmoe.kernels.types import ExpertBatch, RoutingRule, Weight
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
@@ -38,10 +38,14 @@ __all__ = [
     "quantize",
     "quantized_types",
     "release_scratch",
+    "rms_norm",
+    "route",
     "scratch_bytes",
     "set_isa",
     "set_num_threads",
     "short_convolution",
+    "turn_heads",
+    "weighted_sum",
 ]
 
 
@@ -113,3 +117,44 @@ def moe_ffn(
     """
     run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
     run(layout, batch, x, out, activation)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, which has the size of `weight`."""
+    run = cpu_step.rms_norm if x.is_cpu else torch_step.rms_norm
+    return run(x, weight, eps)
+
+
+def turn_heads(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    apart: bool,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """x [T, heads, dim], its pairs of dimensions turned by the angles of cos, sin [T, 1, half], as float32.
+
+    Pair i is i and i + half if `apart`, else 2 i and 2 i + 1; dimensions beyond 2 half stay. With `norm` [dim] each
+    head is first normed, as `rms_norm` does.
+    """
+    run = cpu_step.turn_heads if x.is_cpu else torch_step.turn_heads
+    return run(x, cos, sin, apart=apart, norm=norm, eps=eps)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, rule: RoutingRule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Router logits [N, E] -> expert ids [N, k], best first, their weights [N, k], and chances [N, E].
+
+    `bias` [E] takes part in the choice alone. The chances, 0 to 1, rank all experts as the choice did.
+    """
+    run = cpu_step.route if logits.is_cpu else torch_step.route
+    return run(logits, bias, rule)
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """rows [N, k, D], weights [N, k] -> [N, D], added from the first to the last."""
+    run = cpu_step.weighted_sum if rows.is_cpu else torch_step.weighted_sum
+    return run(rows, weights)

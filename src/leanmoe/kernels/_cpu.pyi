@@ -45,6 +45,59 @@ def delta_rule(
     value_dim: int,
     grouped: bool,
 ) -> None: ...
+def rms_norm(x: int, weight: int, out: int, rows: int, width: int, eps: float) -> None: ...
+def turn_heads(
+    x: int,
+    cos: int,
+    sin: int,
+    norm: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    half: int,
+    apart: bool,
+    eps: float,
+) -> None: ...
+def route(
+    logits: int,
+    bias: int,
+    ids: int,
+    weights: int,
+    chances: int,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    groups: int,
+    groups_used: int,
+    gating: int,
+    renormalise: bool,
+    best_two: bool,
+    scale: float,
+) -> None: ...
+def weighted_sum(rows: int, weights: int, out: int, tokens: int, count: int, width: int) -> None: ...
+def attend(
+    q: int,
+    k: int,
+    v: int,
+    keys: int,
+    values: int,
+    sinks: int,
+    out: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    capacity: int,
+    first: int,
+    end: int,
+    scale: float,
+    halves: bool,
+) -> None: ...
+
+ATTEND_DIM: int
+ATTEND_MOST_DIM: int
+MOST_EXPERTS: int
+
 def product_types() -> list[int]: ...
 def set_num_threads(n: int) -> None: ...
 def get_num_threads() -> int: ...

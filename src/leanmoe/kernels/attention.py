@@ -7,6 +7,8 @@ With the logarithms of the normalisers, attention over the union of two sets of 
 import torch
 from torch import Tensor
 
+from leanmoe.kernels import cpu_step
+
 # Keys that the plain form takes at a time: bounds its scores, whatever the length.
 _KEY_BLOCK = 1024
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -24,6 +26,31 @@ def attention(
         return plain_attention(q, k, v, scale, causal=causal, mask=mask)
     out, lse = _fused(q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale)
     return out[0], lse[0]
+
+
+def can_attend_next(device: torch.device, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether `attend_next` takes heads like these, on that device."""
+    return device.type == "cpu" and cpu_step.can_attend(heads, kv_heads, dim)
+
+
+def attend_next(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """The attention of a sequence's next token, in one call: stores its key and value, and reads each key once.
+
+    q, out [1, heads, D]; k, v [1, kv_heads, D]; cache [2, kv_heads, capacity, D], float16 or float32, holds the keys
+    and values of the tokens before `position`. The token sees the last `window` keys, its own included, or all.
+    `sinks` [heads] as in `joined`. The scores are float32, and the bits do not depend on the number of threads.
+    """
+    cpu_step.attend_next(q, k, v, cache, position, scale, window, sinks, out)
 
 
 def plain_attention(

@@ -175,3 +175,69 @@ def check_delta(
         check_tensor(name, tensor, torch.float32, len(shape), memory.device)
         if tensor.shape != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}; beside the others {shape} was wanted")
+
+
+def check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """x float32 [..., width] must fit the norm's weight [width]."""
+    check_tensor("weight", weight, torch.float32, 1, x.device)
+    check_tensor("x", x, torch.float32, x.dim(), x.device)
+    if x.dim() < 1 or not weight.numel() or x.shape[-1] != weight.numel():
+        raise ValueError(f"x {tuple(x.shape)} does not fit a norm of {weight.numel()}")
+
+
+def check_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor | None) -> None:
+    """x [T, heads, dim] must fit cos and sin [T, 1, at most dim / 2] and the heads' norm [dim]."""
+    check_tensor("x", x, torch.float32, 3, x.device)
+    check_tensor("cos", cos, torch.float32, 3, x.device)
+    check_tensor("sin", sin, torch.float32, 3, x.device)
+    tokens, heads, dim = x.shape
+    if cos.shape != sin.shape or cos.shape[:2] != (tokens, 1) or 2 * cos.shape[2] > dim or not heads:
+        raise ValueError(f"heads {tuple(x.shape)} cannot be turned by {tuple(cos.shape)}, {tuple(sin.shape)}")
+    if norm is not None:
+        check_norm(x, norm)
+
+
+def check_route(logits: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Router logits [N, E], and the bias [E] of the choice."""
+    check_tensor("logits", logits, torch.float32, 2, logits.device)
+    if bias is not None:
+        check_tensor("bias", bias, torch.float32, 1, logits.device)
+        if bias.numel() != logits.shape[1]:
+            raise ValueError(f"a bias of {bias.numel()} does not fit {logits.shape[1]} experts")
+
+
+def check_sum(rows: torch.Tensor, weights: torch.Tensor) -> None:
+    """rows [N, k, D] and weights [N, k] must fit each other."""
+    check_tensor("rows", rows, torch.float32, 3, rows.device)
+    check_tensor("weights", weights, torch.float32, 2, rows.device)
+    if weights.shape != rows.shape[:2]:
+        raise ValueError(f"rows {tuple(rows.shape)} have no weights {tuple(weights.shape)}")
+
+
+def check_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    position: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """One token's q, out [1, heads, dim], k, v [1, kv_heads, dim], cache [2, kv_heads, capacity, dim] must fit."""
+    if cache.dtype not in (torch.float16, torch.float32) or cache.dim() != 4 or not cache.is_contiguous():
+        raise ValueError(
+            f"the cache is {tuple(cache.shape)} {cache.dtype}; wanted 4 dimensions, float16 or 32"
+        )
+    both, kv_heads, capacity, dim = cache.shape
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        check_tensor(name, tensor, torch.float32, 3, cache.device)
+    good = both == 2 and 0 <= position < capacity and q.shape == out.shape and k.shape == v.shape
+    if not good or k.shape != (1, kv_heads, dim) or len(q) != 1 or q.shape[2] != dim:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and out {tuple(out.shape)} do not fit a "
+            f"cache of {tuple(cache.shape)} at position {position}"
+        )
+    if sinks is not None:
+        check_tensor("sinks", sinks, torch.float32, 1, cache.device)
+        if sinks.numel() != q.shape[1]:
+            raise ValueError(f"{sinks.numel()} sinks do not fit {q.shape[1]} heads")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
@@ -30,6 +31,31 @@ class ExpertBatch:
     counts: Sequence[int]
     token: torch.Tensor
     dest: torch.Tensor
+
+
+Gating = Literal["softmax", "sigmoid", "chosen_softmax", "sqrt_softplus"]
+
+GATINGS: dict[Gating, int] = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2, "sqrt_softplus": 3}
+"""The extension's numbers."""
+
+
+class RoutingRule(Protocol):
+    """How router logits become expert ids and weights. See `models.spec.RouterSpec`, which is one."""
+
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def gating(self) -> Gating: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def groups_used(self) -> int: ...
+    @property
+    def group_score(self) -> Literal["max", "top2"]: ...
 
 
 @dataclass(frozen=True, slots=True)

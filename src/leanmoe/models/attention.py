@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from leanmoe.kernels import linear
-from leanmoe.kernels.attention import attention, joined
-from leanmoe.models.batch import Batch
+from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
+from leanmoe.models.batch import Batch, Segment
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
 from leanmoe.models.spec import MASKED_KEYS, QUERY_BLOCK, AttentionSpec, ModelSpec
@@ -38,6 +38,7 @@ class Attention:
         self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
         self.sinks = trunk.vector(prefix + "attn_sinks.weight", a.heads) if a.sinks else None
+        self.at_once = can_attend_next(self.out.data.device, a.heads, a.kv_heads, a.head_dim)
         if a.qk_norm is not None:
             whole = a.qk_norm == "full"
             self.q_norm = RMSNorm(
@@ -63,20 +64,33 @@ class Attention:
         if a.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
-        if a.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
         if a.v_norm:
             v = self.v_norm(v)
         turn = tables.of(self.rope, x.device)
-        q, k = self.rope.apply(q, turn), self.rope.apply(k, turn)
+        by_head = a.qk_norm == "head"
+        q = self.rope.apply(q, turn, self.q_norm if by_head else None)
+        k = self.rope.apply(k, turn, self.k_norm if by_head else None)
         mixed = torch.empty_like(q)
-        for s in batch.segments:
-            keys, values = s.state.kv(self.layer).extend(s.start, k[s.rows], v[s.rows])
-            _attend(q[s.rows], keys, values, a, self.sinks, mixed[s.rows], self.workers)
+        if len(batch.segments) == 1:
+            self._mix(batch.segments[0], q, k, v, mixed)
+        else:
+            for s in batch.segments:
+                self._mix(s, q[s.rows], k[s.rows], v[s.rows], mixed[s.rows])
         mixed = mixed.view(-1, a.heads * a.head_dim)
         if a.gated:
             mixed.mul_(gate.sigmoid_())
         return _biased(linear(self.out, mixed), self.out_bias)
+
+    def _mix(
+        self, s: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixed: torch.Tensor
+    ) -> None:
+        """The tokens of one sequence: q, mixed [T, heads, D]; k, v [T, kv_heads, D]."""
+        a, state = self.spec, s.state.kv(self.layer)
+        if len(q) == 1 and self.at_once:
+            attend_next(q, k, v, state.cache, s.start, a.scale, a.window, self.sinks, mixed)
+        else:
+            keys, values = state.extend(s.start, k, v)
+            _attend(q, keys, values, a, self.sinks, mixed, self.workers)
 
 
 def _attend(

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, silu
 
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import ExpertBatch, linear, moe_ffn
+from leanmoe.kernels import ExpertBatch, linear, moe_ffn, weighted_sum
 from leanmoe.models.lookahead import Watcher
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router
@@ -90,7 +90,7 @@ class MoE:
                 )
                 batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], dest // k, dest)
                 moe_ffn(self.layout, batch, x, outputs, self.activation)
-        routed = _weighted_sum(outputs.view(n, k, -1), weights)
+        routed = weighted_sum(outputs.view(n, k, -1), weights)
         return routed if shared is None else routed.add_(shared)
 
 
@@ -117,11 +117,3 @@ def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:
     for place, expert in enumerate(ids.flatten().tolist()):
         rows.setdefault(expert, []).append(place)
     return rows
-
-
-def _weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """outputs [N, k, D], weights [N, k] -> [N, D], added from the first choice to the last."""
-    y = outputs[:, 0] * weights[:, 0, None]
-    for j in range(1, outputs.shape[1]):
-        y += outputs[:, j] * weights[:, j, None]
-    return y

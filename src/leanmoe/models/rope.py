@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from leanmoe.kernels import turn_heads
+from leanmoe.models.norm import RMSNorm
 from leanmoe.models.spec import RopeSpec
 
 
@@ -33,19 +35,12 @@ class Rope:
         sin = (angle.sin() * self.spec.magnitude).float().unsqueeze(1).to(device)
         return cos, sin
 
-    def apply(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """x [T, heads, head_dim] rotated."""
-        cos, sin = tables
-        n = self.spec.rotary_dim
-        rotated, rest = x[..., :n], x[..., n:]
-        if self.spec.style == "neox":
-            a, b = rotated[..., : n // 2], rotated[..., n // 2 :]
-            out = torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
-        else:
-            a, b = rotated[..., 0::2], rotated[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-            out = torch.cat((turned, rest), dim=-1)
-        return out
+    def apply(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], norm: RMSNorm | None = None
+    ) -> torch.Tensor:
+        """x [T, heads, head_dim] rotated, after the `norm` of each head if there is one."""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return turn_heads(x, *tables, apart=self.spec.style == "neox", norm=weight, eps=eps)
 
 
 class RopeTables:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from leanmoe.errors import FormatError
+from leanmoe.kernels.types import Gating
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
@@ -165,7 +166,9 @@ class AttentionSpec:
         blocks = -(-chunk // QUERY_BLOCK)
         scores = min(threads, blocks * self.kv_heads) * 12 * QUERY_BLOCK * _SCORED_KEYS
         masks = 8 * QUERY_BLOCK * (MASKED_KEYS + QUERY_BLOCK + min(self.window or 0, context))
-        return projections + results + scores + masks
+        # A single token's: what each span of keys adds (`csrc/attend.cpp`).
+        spans = 4 * self.heads * (self.head_dim + 16) * (context // _SCORED_KEYS + 2)
+        return projections + results + scores + masks + spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +233,6 @@ class LatentAttentionSpec:
         # One mask serves all threads.
         mask = 2 * 4 * min(chunk, QUERY_BLOCK) * context
         return 4 * chunk * (self.heads * head + 2 * self.query_latent + 3 * self.entry) + mask
-
-
-Gating = Literal["softmax", "sigmoid", "chosen_softmax", "sqrt_softplus"]
 
 
 @dataclass(frozen=True, slots=True)

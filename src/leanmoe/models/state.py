@@ -21,16 +21,19 @@ class LayerState(Protocol):
 
 
 class KVState:
-    """The keys and values of one layer, [kv_heads, capacity, head_dim] each: any prefix of them stands alone."""
+    """The keys and values of one layer, [kv_heads, capacity, head_dim] each: any prefix of them stands alone.
+
+    `cache` [2, kv_heads, capacity, head_dim] holds both.
+    """
 
     def __init__(
         self, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._cache = torch.empty((2, kv_heads, capacity, head_dim), dtype=dtype, device=device)
+        self.cache = torch.empty((2, kv_heads, capacity, head_dim), dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._cache.nbytes
+        return self.cache.nbytes
 
     def extend(self, start: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores k and v [T, kv_heads, head_dim] at positions start.. and returns all keys and values up to there.
@@ -38,15 +41,15 @@ class KVState:
         The returned views are [kv_heads, start + T, head_dim] in the cache's own type.
         """
         end = start + k.shape[0]
-        cache = self._cache
+        cache = self.cache
         cache[0, :, start:end].copy_(k.transpose(0, 1))
         cache[1, :, start:end].copy_(v.transpose(0, 1))
         return cache[0, :, :end], cache[1, :, :end]
 
     def copy(self, length: int) -> "KVState":
-        _, kv_heads, capacity, head_dim = self._cache.shape
-        other = KVState(kv_heads, head_dim, capacity, self._cache.dtype, self._cache.device)
-        other._cache[:, :, :length].copy_(self._cache[:, :, :length])
+        _, kv_heads, capacity, head_dim = self.cache.shape
+        other = KVState(kv_heads, head_dim, capacity, self.cache.dtype, self.cache.device)
+        other.cache[:, :, :length].copy_(self.cache[:, :, :length])
         return other
 
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 from leanmoe.errors import FormatError, UnsupportedError
 from leanmoe.formats.gguf import GGUFFile
+from leanmoe.kernels.types import Gating
 from leanmoe.models.spec import (
     MAX_EXPERTS,
     MAX_LAYERS,
     AttentionSpec,
-    Gating,
     Metadata,
     MixerSpec,
     ModelSpec,

@@ -1,0 +1,151 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace lean {
+namespace {
+
+constexpr int64_t LANES = 16;  // partial sums, so that the loop vectorises and long rows lose no accuracy
+constexpr float LEAST_SUM = 6.103515625e-05f;  // of chosen weights, as in llama.cpp: the smallest normal half
+constexpr float LEAST_SPAN = 1e-6f;
+
+void norm(const float* x, const float* weight, float* out, int64_t width, float eps) {
+    float part[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (int64_t l = 0; l < LANES; ++l) part[l] += x[i + l] * x[i + l];
+    double sum = 0;
+    for (; i < width; ++i) sum += static_cast<double>(x[i]) * x[i];
+    for (float p : part) sum += p;
+    const float factor = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(width) + eps));
+    for (i = 0; i < width; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+void softmax(const float* x, float* out, int64_t n) {
+    const float most = *std::max_element(x, x + n);
+    float sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += out[i] = std::exp(x[i] - most);
+    for (int64_t i = 0; i < n; ++i) out[i] /= sum;
+}
+
+// The places of the `count` largest of n numbers, largest first; the earlier of equals. Always distinct places.
+template <class Id> void largest(const float* x, int64_t n, int64_t count, Id* places) {
+    bool taken[MOST_EXPERTS] = {};
+    for (int64_t k = 0; k < count; ++k) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < n; ++i)
+            if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
+        taken[best] = true;
+        places[k] = static_cast<Id>(best);
+    }
+}
+
+// Gives -inf to every score outside the best groups.
+void keep_best_groups(const RouteCall& c, float* scores) {
+    const int64_t size = c.experts / c.groups;
+    float worth[MOST_EXPERTS];
+    for (int64_t g = 0; g < c.groups; ++g) {
+        int32_t best[2];
+        largest(scores + g * size, size, c.best_two ? 2 : 1, best);
+        worth[g] = scores[g * size + best[0]] + (c.best_two ? scores[g * size + best[1]] : 0.0f);
+    }
+    int32_t kept[MOST_EXPERTS];
+    bool stays[MOST_EXPERTS] = {};
+    largest(worth, c.groups, c.groups_used, kept);
+    for (int64_t k = 0; k < c.groups_used; ++k) stays[kept[k]] = true;
+    for (int64_t e = 0; e < c.experts; ++e)
+        if (!stays[e / size]) scores[e] = -INFINITY;
+}
+
+void gate(Gating gating, const float* logits, float* out, int64_t n) {
+    switch (gating) {
+    case SOFTMAX:
+        return softmax(logits, out, n);
+    case SIGMOID:
+        for (int64_t i = 0; i < n; ++i) out[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+        return;
+    case CHOSEN_SOFTMAX:
+        std::copy_n(logits, n, out);
+        return;
+    case SQRT_SOFTPLUS:
+        for (int64_t i = 0; i < n; ++i)
+            out[i] = std::sqrt(logits[i] > 20.0f ? logits[i] : std::log1p(std::exp(logits[i])));
+        return;
+    }
+}
+
+// Probabilities where they are what selects; else the scores, stretched to reach from 0 to 1.
+void tell_chances(const RouteCall& c, const float* scores, bool probabilities, float* chances) {
+    if (c.gating == CHOSEN_SOFTMAX) return softmax(scores, chances, c.experts);
+    if (probabilities) {
+        std::copy_n(scores, c.experts, chances);
+        return;
+    }
+    float low = INFINITY, high = -INFINITY;
+    for (int64_t e = 0; e < c.experts; ++e) {
+        if (scores[e] > -INFINITY) low = std::min(low, scores[e]);
+        high = std::max(high, scores[e]);
+    }
+    const float span = std::max(high - low, LEAST_SPAN);
+    for (int64_t e = 0; e < c.experts; ++e) chances[e] = std::max((scores[e] - low) / span, 0.0f);
+}
+
+}  // namespace
+
+void norm_row(const NormCall& c, int64_t row) {
+    norm(c.x + row * c.width, c.weight, c.out + row * c.width, c.width, c.eps);
+}
+
+void turn_head(const TurnCall& c, int64_t token, int64_t head) {
+    const int64_t at = (token * c.heads + head) * c.dim, half = c.half;
+    const float *x = c.x + at, *cos = c.cos + token * half, *sin = c.sin + token * half;
+    float* out = c.out + at;
+    if (c.norm != nullptr)
+        norm(x, c.norm, out, c.dim, c.eps);
+    else
+        std::copy_n(x, c.dim, out);
+    if (c.apart) {
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = out[i], b = out[i + half];
+            out[i] = a * cos[i] - b * sin[i];
+            out[i + half] = a * sin[i] + b * cos[i];
+        }
+    } else {
+        for (int64_t i = 0; i < half; ++i) {
+            const float a = out[2 * i], b = out[2 * i + 1];
+            out[2 * i] = a * cos[i] - b * sin[i];
+            out[2 * i + 1] = a * sin[i] + b * cos[i];
+        }
+    }
+}
+
+void route_token(const RouteCall& c, int64_t token) {
+    float given[MOST_EXPERTS], scores[MOST_EXPERTS];
+    gate(c.gating, c.logits + token * c.experts, given, c.experts);
+    for (int64_t e = 0; e < c.experts; ++e) scores[e] = c.bias == nullptr ? given[e] : given[e] + c.bias[e];
+    if (c.groups > 1) keep_best_groups(c, scores);
+    int64_t* ids = c.ids + token * c.top_k;
+    float* weights = c.weights + token * c.top_k;
+    largest(scores, c.experts, c.top_k, ids);
+    for (int64_t k = 0; k < c.top_k; ++k) weights[k] = given[ids[k]];
+    if (c.gating == CHOSEN_SOFTMAX) softmax(weights, weights, c.top_k);
+    if (c.renormalise) {
+        float sum = 0;
+        for (int64_t k = 0; k < c.top_k; ++k) sum += weights[k];
+        for (int64_t k = 0; k < c.top_k; ++k) weights[k] /= std::max(sum, LEAST_SUM);
+    }
+    for (int64_t k = 0; k < c.top_k; ++k) weights[k] *= c.scale;
+    tell_chances(c, scores, c.bias == nullptr && c.groups == 1 && c.gating != SQRT_SOFTPLUS, c.chances + token * c.experts);
+}
+
+void sum_token(const SumCall& c, int64_t token) {
+    const float *rows = c.rows + token * c.count * c.width, *weights = c.weights + token * c.count;
+    float* out = c.out + token * c.width;
+    for (int64_t i = 0; i < c.width; ++i) out[i] = rows[i] * weights[0];
+    for (int64_t j = 1; j < c.count; ++j)
+        for (int64_t i = 0; i < c.width; ++i) out[i] += rows[j * c.width + i] * weights[j];
+}
+
+}  // namespace lean

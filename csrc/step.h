@@ -1,0 +1,56 @@
+// What happens to a token between the products: norms, rotary embedding, the choice of experts, the sum of their
+// outputs. Each row by itself, so the bits do not depend on how many there are or on the threads.
+#pragma once
+#include <cstdint>
+
+namespace lean {
+
+// out = x / sqrt(mean(x^2) + eps) * weight
+struct NormCall {
+    const float* x;       // [rows][width]
+    const float* weight;  // [width]
+    float* out;           // [rows][width]
+    int64_t rows, width;
+    float eps;
+};
+void norm_row(const NormCall& call, int64_t row);
+
+// The first 2 * half dimensions of every head turned by its token's angles, after a norm of the head if it has one.
+struct TurnCall {
+    const float* x;            // [tokens][heads][dim]
+    const float *cos, *sin;    // [tokens][half]
+    const float* norm;         // [dim] or null
+    float* out;                // [tokens][heads][dim]
+    int64_t tokens, heads, dim, half;
+    bool apart;  // pairs are i and i + half; else 2 i and 2 i + 1
+    float eps;   // of the norm
+};
+void turn_head(const TurnCall& call, int64_t token, int64_t head);
+
+enum Gating : int32_t { SOFTMAX, SIGMOID, CHOSEN_SOFTMAX, SQRT_SOFTPLUS };
+constexpr int64_t MOST_EXPERTS = 4096;
+
+// The best `top_k` of a token's experts, their weights, and a number from 0 to 1 for every expert that ranks it.
+struct RouteCall {
+    const float* logits;  // [tokens][experts]
+    const float* bias;    // [experts], takes part in the choice alone; or null
+    int64_t* ids;         // [tokens][top_k], best first
+    float* weights;       // [tokens][top_k]
+    float* chances;       // [tokens][experts]
+    int64_t tokens, experts, top_k, groups, groups_used;
+    Gating gating;
+    bool renormalise, best_two;  // best_two: a group counts as the sum of its best two, else as its best
+    float scale;
+};
+void route_token(const RouteCall& call, int64_t token);
+
+// out = sum of weights[j] * rows[j], from the first to the last
+struct SumCall {
+    const float* rows;     // [tokens][count][width]
+    const float* weights;  // [tokens][count]
+    float* out;            // [tokens][width]
+    int64_t tokens, count, width;
+};
+void sum_token(const SumCall& call, int64_t token);
+
+}  // namespace lean

@@ -1,0 +1,137 @@
+"""Between the products: norms, rotary embedding, sums and the attention of one token, in C++ as in torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_fixtures import using
+from leanmoe import kernels
+from leanmoe.kernels import torch_step
+from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
+
+
+def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("width", [1, 16, 80, 2048, 5123])
+def test_a_norm_is_what_torch_says_however_many_rows(width: int) -> None:
+    """A chunk of a prompt and a token of the answer must come out of a layer alike."""
+    x, weight = _noise(70, width) * 30, _noise(width, seed=1)
+    normed = kernels.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(normed, torch_step.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+    assert torch.equal(kernels.rms_norm(x[41:42], weight, 1e-5)[0], normed[41])
+    with using(threads=3):
+        assert torch.equal(kernels.rms_norm(x, weight, 1e-5), normed)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (128, 64), (96, 20), (64, 0)])
+def test_heads_turn_as_in_torch_however_many_tokens(dim: int, half: int, normed: bool, apart: bool) -> None:
+    """A token's place in the text would otherwise change with the chunk that it came in."""
+    x, angle = _noise(90, 6, dim), _noise(90, 1, half, seed=1) * 100
+    options: dict[str, Any] = {"apart": apart, "norm": _noise(dim, seed=2) if normed else None, "eps": 1e-6}
+    turned = kernels.turn_heads(x, angle.cos(), angle.sin(), **options)
+    wanted = torch_step.turn_heads(x, angle.cos(), angle.sin(), **options)
+    torch.testing.assert_close(turned, wanted, rtol=3e-6, atol=3e-6)
+    one = slice(7, 8)
+    assert torch.equal(kernels.turn_heads(x[one], angle[one].cos(), angle[one].sin(), **options), turned[one])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_outputs_are_added_from_the_first_choice_to_the_last(tokens: int) -> None:
+    rows, weights = _noise(tokens, 8, 1000), _noise(tokens, 8, seed=1)
+    assert torch.equal(kernels.weighted_sum(rows, weights), torch_step.weighted_sum(rows, weights))
+
+
+# heads, key heads, dimension
+HEADS = [(32, 4, 128), (6, 2, 32), (5, 1, 80), (3, 3, 16), (14, 2, 256), (13, 1, 512)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("isa", kernels.available_isas())
+def test_one_token_sees_what_torch_says(
+    isa: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Short and long pasts, windows, sinks, and heads that share keys; the token's own key is among them."""
+    for length, window, with_sinks in (
+        (1, None, False),
+        (7, 3, True),
+        (1024, None, True),
+        (1025, 1, False),
+        (3000, None, False),
+        (3000, 1500, True),
+    ):
+        q, k, v = _noise(1, heads, dim), _noise(1, kv_heads, dim, seed=1), _noise(1, kv_heads, dim, seed=2)
+        cache = _noise(2, kv_heads, length + 3, dim, seed=3).to(dtype)
+        before, sinks = cache.clone(), _noise(heads, seed=4) if with_sinks else None
+        out = torch.full_like(q, torch.nan)
+        with using(isa, threads=2):
+            attend_next(q, k, v, cache, length - 1, 0.2, window, sinks, out)
+        before[:, :, length - 1] = torch.cat((k, v)).to(dtype)
+        assert torch.equal(cache, before)
+        seen = cache[:, :, 0 if window is None else max(0, length - window) : length].float()
+        grouped = q.view(kv_heads, -1, dim)
+        mixed, lse = attention(grouped, seen[0], seen[1], 0.2)
+        whole, _ = joined([mixed.reshape(heads, 1, dim)], [lse.reshape(heads, 1)], sinks)
+        torch.testing.assert_close(out[0], whole[:, 0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 2500])
+def test_the_bits_of_attention_do_not_depend_on_threads(window: int | None) -> None:
+    q, k, v = _noise(1, 8, 64), _noise(1, 2, 64, seed=1), _noise(1, 2, 64, seed=2)
+    cache, outs = _noise(2, 2, 9000, 64, seed=3).half(), []
+    for threads in (1, 2, 5):
+        outs.append(torch.empty_like(q))
+        with using(threads=threads):
+            attend_next(q, k, v, cache, 8999, 0.1, window, None, outs[-1])
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Before anything is read or written."""
+    x, weight, cos = torch.zeros(2, 3, 8), torch.zeros(8), torch.zeros(2, 1, 4)
+    with pytest.raises(ValueError, match="norm"):
+        kernels.rms_norm(x, torch.zeros(7), 1e-6)
+    for bad in (torch.zeros(1, 1, 4), torch.zeros(2, 1, 5)):
+        with pytest.raises(ValueError, match="turned"):
+            kernels.turn_heads(x, bad, bad, apart=True)
+    with pytest.raises(ValueError, match="norm"):
+        kernels.turn_heads(x, cos, cos, apart=True, norm=weight[:4])
+    with pytest.raises(ValueError, match="weights"):
+        kernels.weighted_sum(x, torch.zeros(2, 2))
+    q, k, cache = torch.zeros(1, 4, 16), torch.zeros(1, 2, 16), torch.zeros(2, 2, 5, 16)
+    wrong: list[dict[str, Any]] = [
+        {"position": 5},
+        {"position": -1},
+        {"k": torch.zeros(1, 1, 16)},
+        {"q": torch.zeros(2, 4, 16)},
+        {"cache": cache[:, :, ::2]},
+        {"cache": cache.double()},
+        {"sinks": torch.zeros(3)},
+        {"out": torch.zeros(1, 4, 32)},
+    ]
+    good: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": k,
+        "cache": cache,
+        "position": 4,
+        "scale": 1.0,
+        "window": None,
+    }
+    for change in wrong:
+        with pytest.raises(ValueError, match=r"fit|cache|contiguous"):
+            attend_next(**{**good, "sinks": None, "out": torch.zeros_like(q), **change})
+
+
+def test_heads_that_one_call_cannot_take_go_another_way() -> None:
+    cpu = torch.device("cpu")
+    assert can_attend_next(cpu, 32, 4, 128)
+    assert not can_attend_next(cpu, 32, 4, 72)
+    assert not can_attend_next(cpu, 32, 4, 528)
+    assert not can_attend_next(torch.device("cuda"), 32, 4, 128)
