@@ -1,5 +1,6 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
+#include "arrange.h"
 #include "attend.h"
 #include "delta.h"
 #include "encode.h"
@@ -378,6 +379,7 @@ constexpr KernelTable TABLE = {
      quantize_q8_32<0>},
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
+    arrange_strip,
     glu,
     ENCODERS,
     ENCODER_COUNT,

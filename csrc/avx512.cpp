@@ -1,8 +1,9 @@
 // The unit for AVX-512 with VNNI. A group of 256 weights is unpacked into registers once and multiplied with up
-// to TILE tokens, so decoding and prefill run the same additions in the same order.
+// to eight tokens, so decoding and prefill run the same additions in the same order.
 #include "attend.h"
 #include "delta.h"
 #include "encode.h"
+#include "rows16.h"
 #include "x86.h"
 
 namespace lean {
@@ -470,22 +471,32 @@ void copy_f16(const float* x, int64_t cols, uint8_t* act) {
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<Unit, TILE, F32>},
-    {F16, CANONICAL, ACT_F16, 1, dot<Unit, TILE, F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, TILE, BF16>},
-    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q4_0>},
-    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q4_1>},
-    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q5_0>},
-    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, TILE, Q5_1>},
-    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, Q8_0>},
-    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, IQ4_NL>},
-    {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, TILE, MXFP4>},
-    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q2_K>},
-    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q3_K>},
-    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q4_K>},
-    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q5_K>},
-    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, Q6_K>},
-    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, TILE, IQ4_XS>},
+    {F32, CANONICAL, ACT_F32, 1, dot<Unit, 8, F32>},
+    {F16, CANONICAL, ACT_F16, 1, dot<Unit, 8, F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, 8, BF16>},
+    {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, Q4_0>},
+    {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, 8, Q4_1>},
+    {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, Q5_0>},
+    {Q5_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, 8, Q5_1>},
+    {Q8_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, Q8_0>},
+    {IQ4_NL, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, IQ4_NL>},
+    {MXFP4, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, MXFP4>},
+    {Q2_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, Q2_K>},
+    {Q3_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, Q3_K>},
+    {Q4_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, Q4_K>},
+    {Q5_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, Q5_K>},
+    {Q6_K, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, Q6_K>},
+    {IQ4_XS, CANONICAL, ACT_Q8_K, 1, dot<Unit, 8, IQ4_XS>},
+    {Q4_0, ROWS16, ACT_Q8_0, 16, dot_rows16<Q4_0>},
+    {Q4_1, ROWS16, ACT_Q8_1, 16, dot_rows16<Q4_1>},
+    {Q5_0, ROWS16, ACT_Q8_0, 16, dot_rows16<Q5_0>},
+    {Q5_1, ROWS16, ACT_Q8_1, 16, dot_rows16<Q5_1>},
+    {Q8_0, ROWS16, ACT_Q8_0, 16, dot_rows16<Q8_0>},
+    {IQ4_NL, ROWS16, ACT_Q8_0, 16, dot_rows16<IQ4_NL>},
+    {MXFP4, ROWS16, ACT_Q8_0, 16, dot_rows16<MXFP4>},
+    {Q4_K, ROWS16, ACT_Q8_K, 16, dot_rows16<Q4_K>},
+    {Q5_K, ROWS16, ACT_Q8_K, 16, dot_rows16<Q5_K>},
+    {Q6_K, ROWS16, ACT_Q8_K, 16, dot_rows16<Q6_K>},
 };
 
 using DeltaVector = float __attribute__((vector_size(64)));
@@ -526,6 +537,7 @@ constexpr KernelTable TABLE = {
      quantize_q8_32<BIAS>},
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
+    arrange_16x16,
     glu,
     ENCODERS,
     ENCODER_COUNT,

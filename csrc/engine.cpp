@@ -28,11 +28,16 @@ constexpr int64_t ROW_STEP = 16;  // every layout's rows divide it
 constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
 constexpr int64_t MIN_WAVE = 256;                  // pairs
 
-const Kernel& find_kernel(const KernelTable& table, int32_t qtype, Layout layout) {
+const Kernel* look_up(const KernelTable& table, int32_t qtype, Layout layout) {
     for (int32_t i = 0; i < table.kernel_count; ++i)
-        if (table.kernels[i].qtype == qtype && table.kernels[i].layout == layout) return table.kernels[i];
+        if (table.kernels[i].qtype == qtype && table.kernels[i].layout == layout) return &table.kernels[i];
+    return nullptr;
+}
+
+const Kernel& find_kernel(const KernelTable& table, int32_t qtype, Layout layout) {
+    if (const Kernel* kernel = look_up(table, qtype, layout)) return *kernel;
     throw std::invalid_argument("no product for tensor type " + std::to_string(qtype) + " in layout " +
-                                std::to_string(layout));
+                                std::to_string(layout) + " on " + table.name);
 }
 
 float float_at(const uint8_t* p) {
@@ -129,10 +134,13 @@ void check_call(const FfnCall& call) {
 Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols) {
     const Format* format = find_format(qtype);
     if (format == nullptr) throw std::invalid_argument("no product for tensor type " + std::to_string(qtype));
-    const Kernel& kernel = find_kernel(portable_table(), qtype, layout);
-    if (rows <= 0 || cols <= 0 || cols % format->block != 0 || rows % kernel.rows != 0)
+    if (layout != CANONICAL && (layout != ROWS16 || find_strip_format(qtype) == nullptr))
+        throw std::invalid_argument("tensor type " + std::to_string(qtype) + " has no layout " + std::to_string(layout));
+    const int64_t together = layout == ROWS16 ? STRIP : 1;
+    if (rows <= 0 || cols <= 0 || cols % format->block != 0 || rows % together != 0)
         throw std::invalid_argument("a matrix of " + std::to_string(rows) + " x " + std::to_string(cols) +
-                                    " is not made of whole blocks of " + std::to_string(format->block));
+                                    " is not made of whole blocks of " + std::to_string(together) + " x " +
+                                    std::to_string(format->block));
     return {format, layout, rows, cols};
 }
 
@@ -329,13 +337,44 @@ void Engine::dequantize(const uint8_t* w, const Format& format, int64_t rows, in
     });
 }
 
-void Engine::embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count,
-                   float* out) {
+void Engine::embed(const uint8_t* w, const Matrix& matrix, const int64_t* ids, int64_t count, float* out) {
     std::lock_guard lock(mutex_);
+    const Format& format = *matrix.format;
+    const int64_t cols = matrix.cols, blocks = cols / format.block;
     const size_t row_bytes = static_cast<size_t>(format.row_bytes(cols));
+    const StripFormat* strip = matrix.layout == ROWS16 ? find_strip_format(format.qtype) : nullptr;
+    uint8_t* rows = strip == nullptr ? nullptr : act_.get(row_bytes * static_cast<size_t>(count));
     pool_->parallel_for(count, [&](int64_t i) {
-        format.dequantize(w + static_cast<size_t>(ids[i]) * row_bytes, cols, out + i * cols);
+        const uint8_t* row = w + static_cast<size_t>(ids[i]) * row_bytes;
+        if (strip != nullptr) {
+            uint8_t* apart = rows + static_cast<size_t>(i) * row_bytes;
+            extract_row(*strip, blocks, w + static_cast<size_t>(ids[i] / STRIP * STRIP) * row_bytes, ids[i] % STRIP, apart);
+            row = apart;
+        }
+        format.dequantize(row, cols, out + i * cols);
     });
+}
+
+bool Engine::multiplies(int32_t qtype, Layout layout) const { return look_up(*table_, qtype, layout) != nullptr; }
+
+void Engine::arrange(uint8_t* w, const Matrix& matrix, bool alone) {
+    if (matrix.layout == CANONICAL) return;
+    const StripFormat& format = *find_strip_format(matrix.format->qtype);
+    const size_t strip_bytes = static_cast<size_t>(STRIP * matrix.format->row_bytes(matrix.cols));
+    const int64_t blocks = matrix.cols / matrix.format->block, strips = matrix.rows / STRIP;
+    const ArrangeFn arrange = table().arrange;
+    const auto one = [&](int64_t i) {
+        thread_local std::vector<uint8_t> apart;
+        uint8_t* strip = w + static_cast<size_t>(i) * strip_bytes;
+        apart.assign(strip, strip + strip_bytes);
+        arrange(format, blocks, apart.data(), strip);
+    };
+    if (alone) {
+        for (int64_t i = 0; i < strips; ++i) one(i);
+        return;
+    }
+    std::lock_guard lock(mutex_);
+    pool_->parallel_for(strips, [&](int64_t i) { one(i); });
 }
 
 bool Engine::encode(const float* x, const Format& format, int64_t rows, int64_t cols, uint8_t* out) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "arrange.h"
 #include "dequant.h"
 #include "kernels.h"
 #include "pool.h"
@@ -74,7 +75,13 @@ public:
     void linear(const uint8_t* w, const Matrix& matrix, int64_t count, const float* x, int64_t tokens, float* out);
     void moe_ffn(const FfnPlan& plan, const FfnCall& call);
     void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
-    void embed(const uint8_t* w, const Format& format, int64_t cols, const int64_t* ids, int64_t count, float* out);
+    void embed(const uint8_t* w, const Matrix& matrix, const int64_t* ids, int64_t count, float* out);
+
+    // Whether the instruction set in use multiplies matrices of this type in this layout.
+    bool multiplies(int32_t qtype, Layout layout) const;
+    // Rearranges `matrix` in place from the canonical order into its own layout, on the threads or (alone) on the
+    // caller's. Throws std::invalid_argument for a layout that the type does not have.
+    void arrange(uint8_t* w, const Matrix& matrix, bool alone);
 
     // Quantises rows of floats; false, with `out` unfinished, if one of them holds a NaN, an infinity or a number
     // whose scale no half can hold. Throws std::invalid_argument for a type without a quantiser.

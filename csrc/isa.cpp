@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "arrange.h"
 #include "dequant.h"
 
 #if defined(__x86_64__)
@@ -44,7 +45,7 @@ Features detect() {
 // Every kernel of `table` on a small fixed matrix, compared with the portable unit.
 bool agrees_with_portable(const KernelTable& table) {
     constexpr int64_t cols = 512;
-    alignas(64) static uint8_t w[16 * cols * 4];
+    alignas(64) static uint8_t w[STRIP * cols * 4], strip[STRIP * cols * 4];
     alignas(64) static uint8_t act[act_stride(ACT_F32, cols)];
     static float x[cols];
     for (int64_t i = 0; i < cols; ++i) x[i] = static_cast<float>((i * 37 + 11) % 101 - 50) / 50.0f;
@@ -53,15 +54,22 @@ bool agrees_with_portable(const KernelTable& table) {
         const Kernel* reference = nullptr;
         for (int32_t p = 0; p < portable_table().kernel_count; ++p)
             if (portable_table().kernels[p].qtype == kernel.qtype) reference = &portable_table().kernels[p];
-        if (reference == nullptr || kernel.layout != CANONICAL) continue;
+        if (reference == nullptr) continue;
         for (size_t i = 0; i < sizeof(w); ++i) w[i] = static_cast<uint8_t>((i * 73 + 5) % 60);
+        const uint8_t* at = w;
+        if (kernel.layout == ROWS16) {
+            const Format& format = *find_format(kernel.qtype);
+            table.arrange(*find_strip_format(kernel.qtype), cols / format.block, w, strip);
+            at = strip;
+        }
         const uint8_t* row = act;
-        float got[TILE], want[TILE];
+        float got[STRIP], want[STRIP];
         table.quantize[kernel.partner](x, cols, act);
-        kernel.dot(w, 1, cols, &row, 1, got, 1);
+        kernel.dot(at, kernel.rows, cols, &row, 1, got, STRIP);
         portable_table().quantize[kernel.partner](x, cols, act);
-        reference->dot(w, 1, cols, &row, 1, want, 1);
-        if (!(std::fabs(got[0] - want[0]) <= 1e-3f * (std::fabs(want[0]) + 1e-6f))) return false;
+        reference->dot(w, kernel.rows, cols, &row, 1, want, STRIP);
+        for (int32_t r = 0; r < kernel.rows; ++r)
+            if (!(std::fabs(got[r] - want[r]) <= 1e-3f * (std::fabs(want[r]) + 1e-6f))) return false;
     }
     return true;
 }

@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "strip.h"
+
 namespace lean {
 
 // ggml type ids, for the types that have a product of their own.
@@ -13,8 +15,9 @@ enum QType : int32_t {
     IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
 };
 
-// How the bytes of a matrix are arranged. A rearranged layout is a new value here and new rows in the tables.
-enum Layout : int32_t { CANONICAL = 0 };
+// How the bytes of a matrix are arranged: in the file's order, or as strip.h says. A unit's table has rows for those
+// that it multiplies.
+enum Layout : int32_t { CANONICAL = 0, ROWS16 = 1 };
 
 // What the activations are rounded to before the product.
 enum Partner : int32_t { ACT_F32, ACT_F16, ACT_BF16, ACT_Q8_K, ACT_Q8_0, ACT_Q8_1, ACT_COUNT };
@@ -31,7 +34,7 @@ struct ActGroup {
     };
 };
 constexpr int64_t GROUP = 256;
-constexpr int TILE = 8;            // activation rows that one call of a product takes at most
+constexpr int TILE = 32;           // activation rows that one call of a product takes at most
 constexpr int64_t ROW_CHUNK = 64;  // weight rows of one task at most
 
 constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; }
@@ -130,6 +133,7 @@ struct KernelTable {
     QuantizeFn quantize[ACT_COUNT];
     const Kernel* kernels;
     int32_t kernel_count;
+    ArrangeFn arrange;
     GluFn glu;
     const Encoder* encoders;
     int32_t encoder_count;

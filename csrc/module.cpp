@@ -88,9 +88,9 @@ private:
     FfnPlan plan_;
 };
 
-void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int64_t cols, int64_t count, uintptr_t x,
-                 int64_t tokens, uintptr_t out) {
-    const Matrix matrix = make_matrix(qtype, CANONICAL, rows, cols);
+void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, int64_t count,
+                 uintptr_t x, int64_t tokens, uintptr_t out) {
+    const Matrix matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
     if (count < 1 || w_bytes % count != 0 || matrix.bytes() != w_bytes / count)
         throw std::invalid_argument("a matrix takes " + std::to_string(matrix.bytes()) + " bytes; " +
                                     std::to_string(count) + " are said to lie in " + std::to_string(w_bytes));
@@ -99,9 +99,9 @@ void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int6
                          pointer<float>(out));
 }
 
-void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int64_t rows, int64_t cols, uintptr_t x, int64_t tokens,
-            uintptr_t out) {
-    linear_each(w, w_bytes, qtype, rows, cols, 1, x, tokens, out);
+void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, uintptr_t x,
+            int64_t tokens, uintptr_t out) {
+    linear_each(w, w_bytes, qtype, layout, rows, cols, 1, x, tokens, out);
 }
 
 void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
@@ -118,16 +118,29 @@ bool encode(uintptr_t x, int32_t qtype, int64_t rows, int64_t cols, uintptr_t ou
     return Engine::get().encode(pointer<const float>(x), format, rows, cols, pointer<uint8_t>(out));
 }
 
-void embed(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t ids, int64_t count, uintptr_t out) {
-    const Format& format = format_of(qtype);
-    if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+void embed(uintptr_t w, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, uintptr_t ids, int64_t count,
+           uintptr_t out) {
+    const Matrix matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
     const int64_t* id = pointer<const int64_t>(ids);
     for (int64_t i = 0; i < count; ++i)
         if (id[i] < 0 || id[i] >= rows)
             throw std::invalid_argument("row " + std::to_string(id[i]) + " is outside a table of " +
                                         std::to_string(rows));
     nb::gil_scoped_release released;
-    Engine::get().embed(pointer<const uint8_t>(w), format, cols, id, count, pointer<float>(out));
+    Engine::get().embed(pointer<const uint8_t>(w), matrix, id, count, pointer<float>(out));
+}
+
+void arrange(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, bool alone) {
+    const Matrix matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
+    if (matrix.bytes() != w_bytes)
+        throw std::invalid_argument("a matrix takes " + std::to_string(matrix.bytes()) + " bytes, not " +
+                                    std::to_string(w_bytes));
+    nb::gil_scoped_release released;
+    Engine::get().arrange(pointer<uint8_t>(w), matrix, alone);
+}
+
+bool multiplies(int32_t qtype, int32_t layout) {
+    return Engine::get().multiplies(qtype, static_cast<Layout>(layout));
 }
 
 void glu(int kind, float limit, float alpha, uintptr_t gate, uintptr_t up, int64_t n) {
@@ -177,6 +190,8 @@ NB_MODULE(_cpu, m) {
     m.def("linear_each", &linear_each);
     m.def("dequantize", &dequantize);
     m.def("embed", &embed);
+    m.def("arrange", &arrange);
+    m.def("multiplies", &multiplies);
     m.def("encode", &encode);
     m.def("encoded_types", [] {
         std::vector<int32_t> types;

@@ -1,4 +1,5 @@
 // The unit for any processor: blocks are unpacked to bytes once and multiplied with each token's.
+#include "arrange.h"
 #include "attend.h"
 #include "delta.h"
 #include "encode.h"
@@ -115,6 +116,7 @@ constexpr KernelTable TABLE = {
      quantize_q8_32<0>},
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),
+    arrange_strip,
     glu,
     ENCODERS,
     ENCODER_COUNT,

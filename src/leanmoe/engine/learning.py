@@ -19,7 +19,7 @@ from leanmoe.experts.policy import Phase
 from leanmoe.experts.profile import ModelIdentity, RoutingProfile
 from leanmoe.experts.recorder import TraceRecorder
 from leanmoe.experts.trace import LayerFacts, RoutingTrace, row_type
-from leanmoe.kernels import dequantize
+from leanmoe.kernels import embed
 from leanmoe.models.decoder import Decoder
 from leanmoe.pack import Manifest, Pack
 
@@ -109,7 +109,7 @@ def _projection(decoder: Decoder, layer: int) -> float:
     moe = decoder.layers[layer].moe
     assert moe is not None
     router = moe.router.weight
-    weights = dequantize(router.data, router.qtype, router.shape).cpu().double()
+    weights = embed(router, torch.arange(router.shape[0], device=router.data.device)).cpu().double()
     rows, columns = (
         torch.cos(torch.arange(n, dtype=torch.float64) * step)
         for n, step in zip(weights.shape, (2.3, 1.7), strict=True)

@@ -42,6 +42,7 @@ from leanmoe.experts.slots import SlotClass, SlotPlan
 from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
+from leanmoe.kernels import arrange_expert
 
 # How often a starved acquire looks for leases that were dropped without being given back.
 _RECLAIM_SECONDS = 1.0
@@ -126,6 +127,8 @@ class ExpertCache:
         self._closed = False
         self._shelves: dict[int, _Shelf] = {}
         self._experts = {layer.layer: layer.expert_count for layer in store.pack.manifest.layers}
+        self.layouts = {layer.layer: device.layout(layer.layout) for layer in store.pack.manifest.layers}
+        """Where gate, up and down lie inside a lease's `data`, and in what order their bytes are, by layer."""
         self._counters = Counters(layer for c in plan.classes for layer in c.layers)
         largest = max((c.size for c in plan.classes), default=0)
         self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
@@ -387,7 +390,7 @@ class ExpertCache:
         """In a reader thread: fills the slot, then hands it to those who wait for it, or frees it."""
         error: Exception | None = None
         try:
-            self._device.load(slot.data, partial(self._store.read_into, slot.key), slot.fence)
+            self._device.load(slot.data, partial(self._fill, slot.key), slot.fence)
         except Exception as failed:
             error = failed  # belongs to the acquires that wait for it, not to this thread
         with self._lock:
@@ -406,6 +409,10 @@ class ExpertCache:
                     acquire.error = error
             self._changed.notify_all()
         return error
+
+    def _fill(self, key: Key, buffer: memoryview) -> None:
+        self._store.read_into(key, buffer)
+        arrange_expert(buffer, self.layouts[key[0]])
 
     def _free(self, slot: Slot) -> None:
         if not self._closed:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 from leanmoe.errors import BudgetError, UnsupportedError
+from leanmoe.kernels import arranged
+from leanmoe.pack.layout import ExpertLayout
 from leanmoe.units import format_bytes
 
 PAGE = 4096
@@ -24,6 +26,10 @@ class Device(ABC):
         """The arena: `nbytes` of uint8 that starts on a page. Raises `BudgetError` if refused."""
 
     @abstractmethod
+    def layout(self, file: ExpertLayout) -> ExpertLayout:
+        """The layout in which experts are computed with here; `kernels.arrange_expert` makes it of the file's."""
+
+    @abstractmethod
     def load(self, slot: torch.Tensor, fill: Callable[[memoryview], None], after: Fence) -> None:
         """Has `fill` write host memory as long as `slot`, and returns once the slot holds those bytes.
 
@@ -37,7 +43,16 @@ class Device(ABC):
 
 
 class CPUDevice(Device):
-    """Slots in anonymous memory, resident from their first use on; files are read into them in place."""
+    """Slots in anonymous memory, resident from their first use on; files are read into them in place.
+
+    With `arrange`, matrices are kept in the order that the processor's products read fastest.
+    """
+
+    def __init__(self, *, arrange: bool = False) -> None:
+        self._arrange = arrange
+
+    def layout(self, file: ExpertLayout) -> ExpertLayout:
+        return arranged(file) if self._arrange else file
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -90,6 +105,9 @@ class CUDADevice(Device):
                 f"{format_bytes(nbytes)} wanted for expert slots; lower its budget"
             ) from error
 
+    def layout(self, file: ExpertLayout) -> ExpertLayout:
+        return file
+
     def load(self, slot: torch.Tensor, fill: Callable[[memoryview], None], after: Fence) -> None:
         staging = self._staging.get()
         try:
@@ -119,7 +137,7 @@ def open_device(device: torch.device, readers: int, largest: int) -> Device:
     Raises `UnsupportedError` for a device that is neither a CPU nor an available CUDA GPU.
     """
     if device.type == "cpu":
-        return CPUDevice()
+        return CPUDevice(arrange=True)
     if device.type == "cuda" and torch.cuda.is_available():
         return CUDADevice(device, readers, largest)
     raise UnsupportedError(

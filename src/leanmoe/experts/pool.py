@@ -205,8 +205,8 @@ class ExpertPool:
         return [future for key in keys for future in self._cache_of[key[0]].preload([key], until=end)]
 
     def layout(self, layer: int) -> ExpertLayout:
-        """Where gate, up and down lie inside each lease's `data` for `layer`."""
-        return self._layers[layer].layout
+        """Where gate, up and down lie inside each lease's `data` for `layer`, and in what order their bytes are."""
+        return self._cache_of[layer].layouts[layer]
 
     def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
         """Reads experts into free slots in the background, in this order; see `ExpertCache.preload`."""

@@ -8,7 +8,11 @@ import torch
 from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step
 from leanmoe.kernels.cpu import (
+    arrange,
+    arrange_expert,
+    arranged,
     available_isas,
+    best_layout,
     compiled_isas,
     get_num_threads,
     isa,
@@ -25,7 +29,11 @@ from leanmoe.pack.layout import ExpertLayout
 __all__ = [
     "ExpertBatch",
     "Weight",
+    "arrange",
+    "arrange_expert",
+    "arranged",
     "available_isas",
+    "best_layout",
     "compiled_isas",
     "delta_rule",
     "dequantize",

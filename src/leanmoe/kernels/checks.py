@@ -4,9 +4,10 @@ import math
 
 import torch
 
+from leanmoe.errors import UnsupportedError
 from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels.types import ExpertBatch, Weight
-from leanmoe.pack.layout import ExpertLayout, Section
+from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
 _DIMENSIONS = {"gate": 2, "up": 2, "down": 2}
 
@@ -57,6 +58,14 @@ def check_embed(w: Weight, ids: torch.Tensor) -> None:
     """`ids` must be int64 [T] on the weight's device; their range is checked where they are read."""
     check_bytes("weight", w.data, w.qtype, *w.shape)
     check_tensor("ids", ids, torch.int64, 1, w.data.device)
+
+
+def check_canonical(w: Weight) -> None:
+    """Raises `UnsupportedError` for a weight whose bytes were rearranged for the processor's products."""
+    if w.layout != CANONICAL:
+        raise UnsupportedError(
+            f"a weight in layout {w.layout} cannot be computed on {w.data.device} like this"
+        )
 
 
 def check_layout(layout: ExpertLayout) -> tuple[int, int]:

@@ -6,6 +6,7 @@ instruction set): not on the number of tokens, the grouping of experts or the nu
 """
 
 import logging
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -28,14 +29,15 @@ from leanmoe.kernels.checks import (
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
 from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
-from leanmoe.pack.layout import ExpertLayout, Section
+from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(_cpu.product_types())
 _ENCODED = frozenset(_cpu.encoded_types())
 _CHUNK_BYTES = 8 << 20  # float32 rows that the slower path holds at a time
-_CANONICAL = 0
-_LAYOUTS = {"canonical": _CANONICAL}
+ROWS16 = "rows16"
+_LAYOUTS = {CANONICAL: 0, ROWS16: 1}
+_TOGETHER = 16  # rows that rows16 interleaves
 _F32 = BY_NAME["F32"]
 
 # Layouts are few and live as long as their pack; the kept reference makes the id a safe key.
@@ -50,7 +52,7 @@ def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] == 0 or w.shape[0] == 0:
         return out
     if w.qtype.id in _PRODUCTS:
-        _linear(w.data, w.qtype, w.shape, x, out)
+        _linear(w, x, out)
     else:
         _linear_dequantized(w, x, out)
     return out
@@ -70,17 +72,14 @@ def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((tokens, count, rows), dtype=torch.float32)
     if tokens:
         data = w.data
-        matrices = data.data_ptr(), data.numel(), w.qtype.id, rows, cols, count
+        matrices = data.data_ptr(), data.numel(), w.qtype.id, _LAYOUTS[w.layout], rows, cols, count
         _cpu.linear_each(*matrices, x.data_ptr(), tokens, out.data_ptr())
     return out
 
 
-def _linear(
-    data: torch.Tensor, qtype: QuantType, shape: tuple[int, int], x: torch.Tensor, out: torch.Tensor
-) -> None:
-    _cpu.linear(
-        data.data_ptr(), data.numel(), qtype.id, shape[0], shape[1], x.data_ptr(), x.shape[0], out.data_ptr()
-    )
+def _linear(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
+    matrix = w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[w.layout], *w.shape
+    _cpu.linear(*matrix, x.data_ptr(), x.shape[0], out.data_ptr())
 
 
 def _linear_dequantized(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -92,7 +91,7 @@ def _linear_dequantized(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
         end = min(begin + step, rows)
         part = dequantize_rows(w.data[begin * row_bytes : end * row_bytes], w.qtype, end - begin, cols)
         product = torch.empty((x.shape[0], end - begin), dtype=torch.float32)
-        _linear(part.view(-1).view(torch.uint8), _F32, (end - begin, cols), x, product)
+        _linear(Weight(part.view(-1).view(torch.uint8), _F32, (end - begin, cols)), x, product)
         out[:, begin:end] = product
 
 
@@ -108,11 +107,50 @@ def embed(w: Weight, ids: torch.Tensor) -> torch.Tensor:
     check_embed(w, ids)
     out = torch.empty((ids.shape[0], w.shape[1]), dtype=torch.float32)
     if w.qtype.id in _PRODUCTS:
-        _cpu.embed(w.data.data_ptr(), w.qtype.id, *w.shape, ids.data_ptr(), ids.shape[0], out.data_ptr())
+        table = w.data.data_ptr(), w.qtype.id, _LAYOUTS[w.layout], *w.shape
+        _cpu.embed(*table, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out
     check_range("row", ids, w.shape[0])
     rows = w.data.view(w.shape[0], -1)[ids].view(-1)
     return dequantize_rows(rows, w.qtype, ids.shape[0], w.shape[1])
+
+
+def best_layout(qtype: QuantType, rows: int) -> str:
+    """The layout in which the instruction set in use multiplies `rows` rows of this type fastest."""
+    fits = rows % _TOGETHER == 0 and _cpu.multiplies(qtype.id, _LAYOUTS[ROWS16])
+    return ROWS16 if fits else CANONICAL
+
+
+def arrange(w: Weight, layout: str, *, alone: bool = False) -> Weight:
+    """`w`, which is canonical, with its bytes rearranged in place. `alone` leaves the pool of threads to others.
+
+    Raises `ValueError` for a type or a number of rows that does not have this layout.
+    """
+    check_bytes("weight", w.data, w.qtype, *w.shape)
+    if layout != CANONICAL:
+        if w.layout != CANONICAL:
+            raise ValueError(f"the weight is in layout {w.layout} already; canonical was wanted")
+        _cpu.arrange(w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[layout], *w.shape, alone)
+    return replace(w, layout=layout)
+
+
+def arranged(layout: ExpertLayout) -> ExpertLayout:
+    """The layout of an expert's bytes once `arrange_expert` has rearranged them."""
+    check_layout(layout)
+    sections = {
+        name: replace(s, layout=best_layout(s.qtype, s.shape[0]) if len(s.shape) == 2 else CANONICAL)
+        for name, s in layout.sections.items()
+    }
+    return ExpertLayout(sections, layout.file_bytes)
+
+
+def arrange_expert(slot: memoryview, layout: ExpertLayout) -> None:
+    """Rearranges an expert's bytes, as its file has them, in place into `layout`, on the calling thread alone."""
+    others = [section for section in layout.sections.values() if section.layout != CANONICAL]
+    data = torch.frombuffer(slot, dtype=torch.uint8) if others else torch.empty(0, dtype=torch.uint8)
+    for section in others:
+        w = Weight(_section_bytes(data, section), section.qtype, (section.shape[0], section.shape[1]))
+        arrange(w, section.layout, alone=True)
 
 
 def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels.checks import (
     check_batch,
     check_bytes,
+    check_canonical,
     check_embed,
     check_indices,
     check_layout,
@@ -20,7 +21,7 @@ from leanmoe.kernels.checks import (
 )
 from leanmoe.kernels.torch_blocks import BLOCKS
 from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
-from leanmoe.pack.layout import ExpertLayout
+from leanmoe.pack.layout import CANONICAL, ExpertLayout
 
 
 def dequantize(data: Tensor, qtype: QuantType, shape: tuple[int, ...]) -> Tensor:
@@ -44,12 +45,14 @@ def _values(data: Tensor, qtype: QuantType) -> Tensor:
 def linear(w: Weight, x: Tensor) -> Tensor:
     """x @ w.T: float32 [T, rows] for x float32 [T, cols]. Raises `ValueError` where they do not fit."""
     check_linear(w, x)
+    check_canonical(w)
     return x @ _values(w.data, w.qtype).view(w.shape).T
 
 
 def linear_each(w: Weight, x: Tensor) -> Tensor:
     """Run i of the rows of w times part i of each token: [T, count, rows] for x [T, count, cols]."""
     rows = check_linear_each(w, x)
+    check_canonical(w)
     values = _values(w.data, w.qtype).view(x.shape[1], rows, x.shape[2])
     return (x.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1).contiguous()
 
@@ -57,6 +60,7 @@ def linear_each(w: Weight, x: Tensor) -> Tensor:
 def embed(w: Weight, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [T]) of the table as float32 [T, cols]. Raises `ValueError` for a row outside it."""
     check_embed(w, ids)
+    check_canonical(w)
     check_range("row", ids, w.shape[0])
     rows = w.data.view(w.shape[0], -1)[ids].view(-1)
     return _values(rows, w.qtype).view(ids.shape[0], w.shape[1])
@@ -95,7 +99,7 @@ def _product(layout: ExpertLayout, slot: Tensor, name: str, x: Tensor) -> Tensor
         section = layout.sections.get(key)
         if section is None:
             return None
-        if section.layout != "canonical":
+        if section.layout != CANONICAL:
             raise UnsupportedError(f"section layout {section.layout!r} cannot be computed on {slot.device}")
         return _values(slot[section.offset : section.offset + section.nbytes], section.qtype).view(
             section.shape

@@ -7,15 +7,20 @@ from typing import Literal, Protocol
 import torch
 
 from leanmoe.formats.quant_types import QuantType
+from leanmoe.pack.layout import CANONICAL
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix as it stands in the file: `data` (uint8, 1-D, any device), rows and columns in `shape`."""
+    """A quantised matrix: `data` (uint8, 1-D, any device), rows and columns in `shape`.
+
+    Its bytes are in the file's order, or in another `layout` (see `kernels.best_layout`).
+    """
 
     data: torch.Tensor
     qtype: QuantType
     shape: tuple[int, int]
+    layout: str = CANONICAL
 
 
 @dataclass(frozen=True, slots=True)

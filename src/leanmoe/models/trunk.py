@@ -1,5 +1,6 @@
 """The trunk: every weight that is not a routed expert, resident on its device in its file's quantised bytes."""
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from blake3 import blake3
 from leanmoe.errors import ExpertReadError, FormatError, UnsupportedError
 from leanmoe.formats.gguf import GGUFFile, TensorInfo
 from leanmoe.formats.io import open_direct
-from leanmoe.kernels import Weight, dequantize
+from leanmoe.kernels import Weight, arrange, best_layout, dequantize
 
 _CHUNK = 16 << 20
 
@@ -29,6 +30,7 @@ class Trunk:
     ) -> None:
         self._gguf, self._image, self._start, self._device_of = gguf, image, start, device_of
         self._taken: set[str] = set()
+        self._weights: dict[str, Weight] = {}
 
     @classmethod
     def load(cls, gguf: GGUFFile, digest: bytes, device_of: Callable[[str], torch.device]) -> "Trunk":
@@ -66,13 +68,21 @@ class Trunk:
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
         """The matrix `name` [rows, cols], still quantised. Raises `FormatError` if it is missing or misshapen."""
-        info = self._info(name, (rows, cols))
-        return Weight(self._bytes(info).to(self._device_of(name)), info.qtype, (rows, cols))
+        return self._weight(self._info(name, (rows, cols)), rows, (rows, cols))
 
     def stacked(self, name: str, count: int, rows: int, cols: int) -> Weight:
         """The `count` matrices [rows, cols] of the tensor `name`, as one of all their rows. Raises as `weight` does."""
-        info = self._info(name, (count, rows, cols))
-        return Weight(self._bytes(info).to(self._device_of(name)), info.qtype, (count * rows, cols))
+        return self._weight(self._info(name, (count, rows, cols)), rows, (count * rows, cols))
+
+    def _weight(self, info: TensorInfo, together: int, shape: tuple[int, int]) -> Weight:
+        """The tensor in the layout that its device multiplies fastest, runs of `together` rows apart."""
+        if info.name not in self._weights:
+            device = self._device_of(info.name)
+            weight = Weight(self._bytes(info).to(device), info.qtype, shape)
+            if device.type == "cpu":  # in place: the image then has no other order of this tensor
+                weight = arrange(weight, best_layout(info.qtype, together))
+            self._weights[info.name] = weight
+        return self._weights[info.name]
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector `name` [size] as float32."""
@@ -107,9 +117,10 @@ class Trunk:
 def _anonymous(nbytes: int) -> torch.Tensor:
     """Page-aligned zero memory of at least `nbytes`, a whole number of pages, as a uint8 tensor."""
     pages = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    return torch.frombuffer(
-        mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-    )
+    image = mmap.mmap(-1, pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a hint; kernels built without huge pages refuse it
+        image.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(image, dtype=torch.uint8)
 
 
 def _read_chunks(path: Path, start: int, size: int, image: torch.Tensor) -> Iterator[memoryview]:

@@ -5,20 +5,24 @@ from dataclasses import dataclass
 
 from leanmoe.formats.quant_types import QuantType
 
+CANONICAL = "canonical"
+"""The layout of a section whose bytes are in the order of the GGUF."""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One tensor of an expert: `nbytes` bytes at byte `offset` of the expert's file.
 
     `shape` is in torch order: (F, D) for gate and up, (D, F) for down, (F,) or (D,) for a bias, () or (1,)
-    for a scale. `layout` names a reversible rearrangement of the bytes; "canonical" is the order of the GGUF.
+    for a scale. `layout` names a rearrangement of the bytes for the processor's products; in files it is always
+    "canonical", the order of the GGUF.
     """
 
     qtype: QuantType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    layout: str = "canonical"
+    layout: str = CANONICAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,461 @@
+// Products with strips of sixteen interleaved rows (strip.h), for AVX-512 with VNNI. A lane belongs to one row from
+// the first byte to the last sum, so nothing is added across lanes; four activations at a time are broadcast to all
+// of them. Included by that unit alone.
+#pragma once
+#include "strip.h"
+#include "x86.h"
+
+namespace lean {
+namespace {
+
+LEAN_INLINE __m512i word_at(const uint8_t* p) { return _mm512_loadu_si512(p); }
+LEAN_INLINE __m512i every_byte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+LEAN_INLINE __m512i broadcast4(const uint8_t* p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+LEAN_INLINE __m512 halves16(const uint8_t* p) { return _mm512_cvtph_ps(load256(p)); }
+LEAN_INLINE __m512 low_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
+LEAN_INLINE __m512 high_half(__m512i v) { return low_half(_mm512_srli_epi32(v, 16)); }
+
+// Byte `i` of each lane as a float.
+LEAN_INLINE __m512 byte_float(__m512i v, int i) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
+}
+LEAN_INLINE __m512 signed_byte_float(__m512i v, int i) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, static_cast<unsigned>(24 - 8 * i)), 24));
+}
+
+// a & mask | b
+LEAN_INLINE __m512i merge(__m512i a, __m512i mask, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xea); }
+
+// ---- from the canonical order ------------------------------------------------------------------------------------
+
+// v[i] lane j <-> v[j] lane i
+LEAN_INLINE void transpose_16x16(__m512i* v) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        a[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // b[4 i + k]: rows 4 i to 4 i + 3 of columns k, k + 4, k + 8, k + 12
+        b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+        const __m512i low0 = _mm512_shuffle_i32x4(b[k], b[4 + k], 0x44), high0 = _mm512_shuffle_i32x4(b[k], b[4 + k], 0xee);
+        const __m512i low1 = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0x44);
+        const __m512i high1 = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0xee);
+        v[k] = _mm512_shuffle_i32x4(low0, low1, 0x88);
+        v[4 + k] = _mm512_shuffle_i32x4(low0, low1, 0xdd);
+        v[8 + k] = _mm512_shuffle_i32x4(high0, high1, 0x88);
+        v[12 + k] = _mm512_shuffle_i32x4(high0, high1, 0xdd);
+    }
+}
+
+inline void arrange_16x16(const StripFormat& format, int64_t blocks, const uint8_t* from, uint8_t* to) {
+    const int64_t block_bytes = 4 * format.words + format.rest, row_bytes = blocks * block_bytes;
+    const uint8_t* words = from + (format.rest_first ? format.rest : 0);
+    const uint8_t* rest = from + (format.rest_first ? 0 : 4 * format.words);
+    uint8_t* rest_to = to + strip_words_bytes(format, blocks);
+    for (int64_t b = 0; b < blocks; ++b, words += block_bytes, rest += block_bytes) {
+        for (int64_t w = 0; w < format.words; w += 16) {
+            const int64_t some = format.words - w < 16 ? format.words - w : 16;
+            const auto mask = static_cast<__mmask16>((1 << some) - 1);
+            __m512i v[16];
+#pragma GCC unroll 16
+            for (int r = 0; r < 16; ++r) v[r] = _mm512_maskz_loadu_epi32(mask, words + r * row_bytes + 4 * w);
+            transpose_16x16(v);
+#pragma GCC unroll 16
+            for (int k = 0; k < 16; ++k)
+                if (k < some) _mm512_storeu_si512(to + 64 * k, v[k]);
+            to += 64 * some;
+        }
+        if (format.rest == 2)
+            for (int r = 0; r < 16; ++r, rest_to += 2) memcpy(rest_to, rest + r * row_bytes, 2);
+        else if (format.rest == 1)
+            for (int r = 0; r < 16; ++r) *rest_to++ = rest[r * row_bytes];
+    }
+}
+
+// ---- blocks of 256 elements, Q8_K activations: four steps of 64 elements -----------------------------------------
+
+// A step has SUBS runs of 64 / SUBS elements, each with a scale of its own.
+template <int TYPE> struct Strip256;
+
+// d, dmin and twelve bytes of scales and minima, as Q4_K and Q5_K begin.
+struct HeadK4 {
+    __m512i scale[2], min[2];  // bytes: sub-blocks 0 to 3, 4 to 7
+    __m512 d, dmin;
+    LEAN_INLINE void read(const uint8_t* p) {
+        const __m512i first = word_at(p), a = word_at(p + 64), b = word_at(p + 128), c = word_at(p + 192);
+        d = low_half(first);
+        dmin = high_half(first);
+        const __m512i six = every_byte(0x3f), four = every_byte(0x0f), two = every_byte(0x30);
+        scale[0] = _mm512_and_si512(a, six);
+        min[0] = _mm512_and_si512(b, six);
+        scale[1] = merge(c, four, _mm512_and_si512(_mm512_srli_epi32(a, 2), two));
+        min[1] = merge(_mm512_srli_epi32(c, 4), four, _mm512_and_si512(_mm512_srli_epi32(b, 2), two));
+    }
+};
+
+enum class Zero { MINIMA, OFFSET };
+
+template <> struct Strip256<Q4_K> {
+    static constexpr int words = 36, subs = 2;
+    static constexpr bool has_rest = false;
+    static constexpr Zero zero = Zero::MINIMA;
+    HeadK4 head;
+    LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
+    static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
+    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
+        const __m512i mask = every_byte(15);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const __m512i q = word_at(p + 64 * (4 + 8 * STEP + i));
+            w[i] = _mm512_and_si512(q, mask);
+            w[8 + i] = _mm512_and_si512(_mm512_srli_epi32(q, 4), mask);
+        }
+    }
+    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
+        return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
+    }
+};
+
+template <> struct Strip256<Q5_K> {
+    static constexpr int words = 44, subs = 2;
+    static constexpr bool has_rest = false;
+    static constexpr Zero zero = Zero::MINIMA;
+    HeadK4 head;
+    LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
+    static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
+    template <int BIT> static LEAN_INLINE __m512i high(__m512i h) {  // bit BIT of each byte, as 16
+        const __m512i at = BIT <= 4 ? _mm512_slli_epi32(h, static_cast<unsigned>(BIT <= 4 ? 4 - BIT : 0))
+                                    : _mm512_srli_epi32(h, static_cast<unsigned>(BIT > 4 ? BIT - 4 : 0));
+        return _mm512_and_si512(at, every_byte(16));
+    }
+    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
+        const __m512i mask = every_byte(15);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const __m512i q = word_at(p + 64 * (12 + 8 * STEP + i)), h = word_at(p + 64 * (4 + i));
+            w[i] = merge(q, mask, high<2 * STEP>(h));
+            w[8 + i] = merge(_mm512_srli_epi32(q, 4), mask, high<2 * STEP + 1>(h));
+        }
+    }
+    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
+        return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
+    }
+};
+
+template <> struct Strip256<Q6_K> {
+    static constexpr int words = 52, subs = 4;
+    static constexpr bool has_rest = true;
+    static constexpr Zero zero = Zero::OFFSET;
+    struct {
+        __m512i scale[4];  // signed bytes
+        __m512 d;
+    } head;
+    LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) head.scale[i] = word_at(p + 64 * (48 + i));
+        head.d = halves16(rest);
+    }
+    static constexpr int first(int step, int sub) { return 128 * (step / 2) + 32 * sub + 16 * (step % 2); }
+    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
+        constexpr int half = STEP / 2, part = 4 * (STEP % 2);
+        const __m512i mask = every_byte(15), two = every_byte(0x30);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512i a = word_at(p + 64 * (16 * half + part + i)), b = word_at(p + 64 * (16 * half + 8 + part + i));
+            const __m512i h = word_at(p + 64 * (32 + 8 * half + part + i));
+            w[i] = merge(a, mask, _mm512_and_si512(_mm512_slli_epi32(h, 4), two));
+            w[4 + i] = merge(b, mask, _mm512_and_si512(_mm512_slli_epi32(h, 2), two));
+            w[8 + i] = merge(_mm512_srli_epi32(a, 4), mask, _mm512_and_si512(h, two));
+            w[12 + i] = merge(_mm512_srli_epi32(b, 4), mask, _mm512_and_si512(_mm512_srli_epi32(h, 2), two));
+        }
+    }
+    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
+        return signed_byte_float(head.scale[2 * (STEP / 2) + sub / 2], 2 * (sub % 2) + STEP % 2);
+    }
+};
+
+// One step for N tokens: sums[t] += scale * dot for each run. The order of additions is the same for every N.
+template <class S, int STEP, int N>
+LEAN_INLINE void step_256(const S& s, const uint8_t* p, const ActGroup* const* group, __m512* sums) {
+    constexpr int per = 16 / S::subs;
+    __m512i w[16];
+    __m512 scale[S::subs];
+    s.template load<STEP>(p, w);
+#pragma GCC unroll 4
+    for (int sub = 0; sub < S::subs; ++sub) scale[sub] = s.template scale<STEP>(sub);
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t)
+#pragma GCC unroll 4
+        for (int sub = 0; sub < S::subs; ++sub) {
+            __m512i dot = _mm512_setzero_si512();
+#pragma GCC unroll 8
+            for (int i = 0; i < per; ++i)
+                dot = _mm512_dpbusd_epi32(dot, w[per * sub + i], broadcast4(group[t]->q + S::first(STEP, sub) + 4 * i));
+            sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale[sub], sums[t]);
+        }
+}
+
+// sums[t] = -32 * sum of scale * (sum of the activations): what Q6_K's unsigned bytes have too much.
+template <int N> LEAN_INLINE void offsets(const __m512i* scale, const ActGroup* const* group, __m512* sums) {
+    const __m512i pairs[2] = {_mm512_broadcast_i32x4(_mm_set_epi32(0x0d800c80, 0x09800880, 0x05800480, 0x01800080)),
+                              _mm512_broadcast_i32x4(_mm_set_epi32(0x0f800e80, 0x0b800a80, 0x07800680, 0x03800280))};
+    __m512i wide[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) wide[i] = _mm512_srai_epi16(_mm512_shuffle_epi8(scale[i / 2], pairs[i % 2]), 8);
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) {
+        __m512i sum = _mm512_setzero_si512();
+        const auto* of_16 = reinterpret_cast<const uint8_t*>(group[t]->sums);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) sum = _mm512_dpwssd_epi32(sum, wide[i], broadcast4(of_16 + 4 * i));
+        sums[t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(-32.0f));
+    }
+}
+
+// acc[t] -= dmin * sum of minimum * (scaled sum of the activations)
+template <int N> LEAN_INLINE void minima(const HeadK4& head, const ActGroup* const* group, __m512* acc) {
+    __m512 min[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) min[j] = byte_float(head.min[j / 4], j % 4);
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) {
+        __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) sum = _mm512_fmadd_ps(min[j], _mm512_set1_ps(group[t]->s[j]), sum);
+        acc[t] = _mm512_fnmadd_ps(head.dmin, sum, acc[t]);
+    }
+}
+
+template <int TYPE, int N>
+LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+    using S = Strip256<TYPE>;
+    const int64_t groups = cols / GROUP;
+    const uint8_t* rest = w + groups * S::words * 64;
+    const ActGroup* group[N];
+    const float* act_scale[N];
+    __m512 acc[N];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) {
+        group[t] = reinterpret_cast<const ActGroup*>(act[t]);
+        act_scale[t] = reinterpret_cast<const float*>(group[t] + groups);
+        acc[t] = _mm512_setzero_ps();
+    }
+    for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
+        prefetch<S::words * 64>(w);
+        S s;
+        s.read(w, rest);
+        __m512 sums[N];
+        if constexpr (S::zero == Zero::OFFSET) {
+            offsets<N>(s.head.scale, group, sums);
+        } else {
+            minima<N>(s.head, group, acc);
+#pragma GCC unroll 8
+            for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_ps();
+        }
+        step_256<S, 0, N>(s, w, group, sums);
+        step_256<S, 1, N>(s, w, group, sums);
+        step_256<S, 2, N>(s, w, group, sums);
+        step_256<S, 3, N>(s, w, group, sums);
+#pragma GCC unroll 8
+        for (int t = 0; t < N; ++t) {
+            acc[t] = _mm512_fmadd_ps(sums[t], _mm512_mul_ps(s.head.d, _mm512_set1_ps(act_scale[t][g])), acc[t]);
+            ++group[t];
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
+}
+
+// ---- blocks of 32 elements, Q8_0 and Q8_1 activations -------------------------------------------------------------
+
+// Eight signed words of a block, its scale and (has_min) its minimum.
+struct Block16 {
+    __m512i w[8];
+    __m512 d, m;
+};
+template <int TYPE> struct Strip32;
+
+// Sixteen bytes of each row: low nibbles are elements 0 to 15, high ones 16 to 31.
+LEAN_INLINE void nibbles16(const uint8_t* p, __m512i* w) {
+    const __m512i mask = every_byte(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512i q = word_at(p + 64 * i);
+        w[i] = _mm512_and_si512(q, mask);
+        w[4 + i] = _mm512_and_si512(_mm512_srli_epi32(q, 4), mask);
+    }
+}
+
+LEAN_INLINE void look_up(const int8_t* values, __m512i* w) {
+    const __m512i table = _mm512_broadcast_i32x4(load128(values));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) w[i] = _mm512_shuffle_epi8(table, w[i]);
+}
+
+// The fifth bits of elements 4 i to 4 i + 3, from a word of 32 bits for each row, as 16 in each byte.
+LEAN_INLINE __m512i fifth_bits(__m512i high, int i) {
+    const __m512i four = _mm512_and_si512(_mm512_srli_epi32(high, static_cast<unsigned>(4 * i)), _mm512_set1_epi32(15));
+    const __m512i bytes = _mm512_shuffle_epi8(four, _mm512_broadcast_i32x4(_mm_set_epi32(
+        0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000)));
+    const __mmask64 set = _mm512_test_epi8_mask(bytes, _mm512_set1_epi32(0x08040201));
+    return _mm512_maskz_mov_epi8(set, every_byte(16));
+}
+
+template <> struct Strip32<Q8_0> {
+    static constexpr int words = 8, rest = 2;
+    static constexpr bool has_min = false;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) b.w[i] = word_at(p + 64 * i);
+        b.d = halves16(rest_at);
+    }
+};
+
+template <> struct Strip32<Q4_0> {
+    static constexpr int words = 4, rest = 2;
+    static constexpr bool has_min = false;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
+        nibbles16(p, b.w);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) b.w[i] = _mm512_sub_epi8(b.w[i], every_byte(8));
+        b.d = halves16(rest_at);
+    }
+};
+
+template <> struct Strip32<IQ4_NL> {
+    static constexpr int words = 4, rest = 2;
+    static constexpr bool has_min = false;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
+        nibbles16(p, b.w);
+        look_up(IQ4_VALUES, b.w);
+        b.d = halves16(rest_at);
+    }
+};
+
+template <> struct Strip32<MXFP4> {
+    static constexpr int words = 4, rest = 1;
+    static constexpr bool has_min = false;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
+        nibbles16(p, b.w);
+        look_up(FP4_VALUES, b.w);
+        // 2^(E - 128); the two smallest exponents are subnormal.
+        const __m512i e = _mm512_cvtepu8_epi32(load128(rest_at));
+        const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        const __m512i tiny = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
+        const __mmask16 is_tiny = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
+        b.d = _mm512_castsi512_ps(_mm512_mask_blend_epi32(is_tiny, normal, tiny));
+    }
+};
+
+template <> struct Strip32<Q4_1> {
+    static constexpr int words = 5, rest = 0;
+    static constexpr bool has_min = true;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t*, Block16& b) {
+        const __m512i head = word_at(p);
+        b.d = low_half(head);
+        b.m = high_half(head);
+        nibbles16(p + 64, b.w);
+    }
+};
+
+template <> struct Strip32<Q5_0> {
+    static constexpr int words = 5, rest = 2;
+    static constexpr bool has_min = false;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
+        const __m512i high = word_at(p);
+        nibbles16(p + 64, b.w);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i)
+            b.w[i] = _mm512_sub_epi8(_mm512_or_si512(b.w[i], fifth_bits(high, i)), every_byte(16));
+        b.d = halves16(rest_at);
+    }
+};
+
+template <> struct Strip32<Q5_1> {
+    static constexpr int words = 6, rest = 0;
+    static constexpr bool has_min = true;
+    static LEAN_INLINE void read(const uint8_t* p, const uint8_t*, Block16& b) {
+        const __m512i head = word_at(p), high = word_at(p + 64);
+        b.d = low_half(head);
+        b.m = high_half(head);
+        nibbles16(p + 128, b.w);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) b.w[i] = _mm512_or_si512(b.w[i], fifth_bits(high, i));
+    }
+};
+
+// The activations are stored with 128 added, the unsigned operand, so that the weights may be signed.
+template <int TYPE, int N>
+LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+    using S = Strip32<TYPE>;
+    const int64_t blocks = cols / 32;
+    const uint8_t* rest = w + blocks * S::words * 64;
+    __m512 acc[N];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) acc[t] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < blocks; ++k, w += S::words * 64, rest += S::rest * STRIP) {
+        prefetch<S::words * 64>(w);
+        Block16 b;
+        S::read(w, rest, b);
+        const int j = static_cast<int>(k % 8);
+        __m512i bias = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) bias = _mm512_dpbusd_epi32(bias, every_byte(128), b.w[i]);
+#pragma GCC unroll 8
+        for (int t = 0; t < N; ++t) {
+            const ActGroup* group = reinterpret_cast<const ActGroup*>(act[t]) + k / 8;
+            const uint8_t* q = group->q + 32 * j;
+            __m512i dot[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) dot[i / 4] = _mm512_dpbusd_epi32(dot[i / 4], broadcast4(q + 4 * i), b.w[i]);
+            const __m512i sum = _mm512_sub_epi32(_mm512_add_epi32(dot[0], dot[1]), bias);
+            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(b.d, _mm512_set1_ps(group->d[j])), acc[t]);
+            if constexpr (S::has_min) acc[t] = _mm512_fmadd_ps(b.m, _mm512_set1_ps(group->s[j]), acc[t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
+}
+
+// ---- strips ---------------------------------------------------------------------------------------------------------
+
+template <int TYPE, int N>
+LEAN_INLINE void strip(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+    if constexpr (Block<TYPE>::size == 256)
+        strip_256<TYPE, N>(w, cols, act, out, stride);
+    else
+        strip_32<TYPE, N>(w, cols, act, out, stride);
+}
+
+template <int TYPE>
+void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
+                int64_t stride) {
+    for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), out += STRIP) {
+        int t = 0;
+        for (; n - t >= 8; t += 8) strip<TYPE, 8>(w, cols, act + t, out + t * stride, stride);
+        if ((n - t) & 4) {
+            strip<TYPE, 4>(w, cols, act + t, out + t * stride, stride);
+            t += 4;
+        }
+        if ((n - t) & 2) {
+            strip<TYPE, 2>(w, cols, act + t, out + t * stride, stride);
+            t += 2;
+        }
+        if ((n - t) & 1) strip<TYPE, 1>(w, cols, act + t, out + t * stride, stride);
+    }
+}
+
+}  // namespace
+}  // namespace lean

@@ -1,0 +1,175 @@
+"""Sixteen rows interleaved: the order that matrices have in memory where the processor multiplies it faster."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernel_fixtures import (
+    PRODUCT_TYPES,
+    expected,
+    expert_layout,
+    expert_part,
+    random_batch,
+    random_weight,
+    using,
+)
+from leanmoe import kernels
+from leanmoe.errors import UnsupportedError
+from leanmoe.formats.quant_types import BY_NAME
+from leanmoe.kernels import Weight, torch_reference
+from leanmoe.kernels.cpu import ROWS16
+from leanmoe.pack.layout import CANONICAL
+
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K"]
+ISAS = [isa for isa in kernels.available_isas() if isa == "avx512"]
+needs_avx512 = pytest.mark.skipif(not ISAS, reason="this processor has no AVX-512 with VNNI")
+
+
+def rearranged(w: Weight) -> Weight:
+    return kernels.arrange(Weight(w.data.clone(), w.qtype, w.shape), ROWS16)
+
+
+def inputs(tokens: int, cols: int, rng: np.random.Generator) -> torch.Tensor:
+    x = rng.standard_normal((tokens, cols)) * np.exp(rng.standard_normal((tokens, cols)))
+    x[:, rng.integers(0, cols) :][:, :40] *= rng.integers(0, 2)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+@needs_avx512
+@pytest.mark.parametrize("name", TYPES)
+@settings(max_examples=12, deadline=None)
+@given(
+    strips=st.integers(1, 5), tokens=st.integers(1, 70), blocks=st.integers(1, 11), seed=st.integers(0, 2**32)
+)
+def test_product_is_the_rounded_inputs_times_the_exact_weights(
+    name: str, strips: int, tokens: int, blocks: int, seed: int
+) -> None:
+    """Otherwise the model's answers differ from llama.cpp's on the same file."""
+    rng = np.random.default_rng(seed)
+    w = random_weight(name, 16 * strips, BY_NAME[name].block * blocks, rng)
+    x = inputs(tokens, w.shape[1], rng)
+    with using("avx512"):
+        got = kernels.linear(rearranged(w), x).double().numpy()
+    want, size = expected(w, x)
+    assert (np.abs(got - want) <= 1e-6 * size + 1e-30).all()
+
+
+@needs_avx512
+@pytest.mark.parametrize("name", TYPES)
+def test_bits_do_not_depend_on_the_company_a_token_or_a_row_keeps(name: str) -> None:
+    """Otherwise the same prompt gives other text when it is chunked, batched or run on more threads."""
+    rng = np.random.default_rng(7)
+    w = random_weight(name, 80, BY_NAME[name].block * 9, rng)
+    x = inputs(67, w.shape[1], rng)
+    whole = rearranged(w)
+    with using("avx512", threads=1):
+        alone = torch.cat([kernels.linear(whole, row) for row in x.split(1)])
+        for tokens in (2, 3, 5, 8, 15, 31, 32, 33, 67):
+            assert torch.equal(kernels.linear(whole, x[:tokens].contiguous()), alone[:tokens]), tokens
+    for threads in (2, 3):
+        with using("avx512", threads):
+            assert torch.equal(kernels.linear(whole, x), alone)
+            each = kernels.linear_each(whole, x[:65].view(13, 5, -1))
+            assert torch.equal(
+                each.flatten(0, 1), alone[:65].view(65, 5, 16)[range(65), [0, 1, 2, 3, 4] * 13]
+            )
+    row_bytes = w.data.numel() // 80
+    turned = torch.cat([w.data[5 * row_bytes :], w.data[: 5 * row_bytes]])  # every row in another lane
+    with using("avx512"):
+        assert torch.equal(
+            kernels.linear(rearranged(Weight(turned, w.qtype, w.shape)), x), alone.roll(-5, dims=1)
+        )
+
+
+@pytest.mark.parametrize("isa", kernels.available_isas())
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_row_comes_back_exactly(name: str, isa: str, alone: bool) -> None:
+    """A tied embedding is read from the rearranged output matrix: another row's values would be another token."""
+    rng = np.random.default_rng(3)
+    for blocks in (1, 4, 9):
+        w = random_weight(name, 48, BY_NAME[name].block * blocks, rng)
+        ids = torch.tensor([47, 0, 16, 15, 31, 0, 33])
+        with using(isa):
+            moved = kernels.arrange(Weight(w.data.clone(), w.qtype, w.shape), ROWS16, alone=alone)
+            assert moved.layout == ROWS16
+            assert torch.equal(kernels.embed(moved, ids), kernels.embed(w, ids))
+            if blocks > 1:
+                assert not torch.equal(moved.data, w.data)
+
+
+@needs_avx512
+@pytest.mark.parametrize(
+    "types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "MXFP4", "Q5_K"), ("Q3_K", "Q4_0", "F16")]
+)
+def test_a_group_of_experts_is_its_products_in_turn(types: tuple[str, str, str]) -> None:
+    """Gate, up and down may each have the order that suits their type; every expert's output is its own."""
+    rng = np.random.default_rng(11)
+    file = expert_layout(types, 256, 512, ("down_bias", "gate_scale"))
+    with using("avx512"):
+        layout = kernels.arranged(file)
+        assert {s.layout for n, s in layout.sections.items() if n in ("gate", "up", "down")} >= {ROWS16}
+        batch = random_batch(file, [3, 0, 40, 1], 9, rng)
+        x = torch.from_numpy(rng.standard_normal((9, 512)).astype(np.float32) * 0.05)
+        want = torch.full((44, 512), torch.nan)
+        torch_reference.moe_ffn(file, batch, x, want)
+        before = [slot.clone() for slot in batch.slots]
+        for slot in batch.slots:
+            kernels.arrange_expert(slot.numpy().data, layout)
+        got = torch.full((44, 512), torch.nan)
+        kernels.moe_ffn(layout, batch, x, got)
+        assert (got - want).norm() <= 0.03 * want.norm()
+        # and bit for bit what single products of the rearranged matrices give
+        hidden = [
+            kernels.linear(rearranged(w) if layout.sections[n].layout == ROWS16 else w, x)
+            for n in ("gate", "up")
+            for w in [expert_part(file, before[2], n)]
+        ]
+        gate = hidden[0] * float(expert_part(file, before[2], "gate_scale").data.view(torch.float32))
+        middle = torch_reference.glu(kernels.types.activation("silu"), gate, hidden[1])
+        down = expert_part(file, before[2], "down")
+        moved = rearranged(down) if layout.sections["down"].layout == ROWS16 else down
+        alone = kernels.linear(moved, middle) + expert_part(file, before[2], "down_bias").data.view(
+            torch.float32
+        )
+        mine = slice(3, 43)
+        assert (
+            got[batch.dest[mine].long()] - alone[batch.token[mine].long()]
+        ).abs().max() <= 1e-2 * alone.abs().max()
+
+
+def test_the_best_layout_is_one_that_can_be_multiplied() -> None:
+    """A model that loads must compute, whatever its types and shapes, on every processor."""
+    rng = np.random.default_rng(0)
+    for isa in kernels.available_isas():
+        for name in PRODUCT_TYPES:
+            for rows in (1, 16, 40, 48):
+                w = random_weight(name, rows, BY_NAME[name].block * 2, rng)
+                with using(isa):
+                    layout = kernels.best_layout(w.qtype, rows)
+                    if rows % 16:
+                        assert layout == CANONICAL
+                    x = inputs(3, w.shape[1], rng)
+                    want = kernels.linear(w, x)
+                    got = kernels.linear(kernels.arrange(w, layout), x)
+                assert (got - want).norm() <= 1e-5 * want.norm() + 1e-20
+
+
+def test_what_cannot_be_rearranged_is_refused() -> None:
+    """Never half rearranged, never twice, never multiplied as something else."""
+    rng = np.random.default_rng(0)
+    for name, rows in (("F32", 16), ("Q2_K", 16), ("Q4_K", 15)):
+        with pytest.raises(ValueError, match=r"layout|whole blocks"):
+            kernels.arrange(random_weight(name, rows, 256, rng), ROWS16)
+    moved = rearranged(random_weight("Q4_K", 32, 256, rng))
+    with pytest.raises(ValueError, match="rows16 already"):
+        kernels.arrange(moved, ROWS16)
+    with pytest.raises(UnsupportedError, match="rows16"):
+        torch_reference.linear(moved, torch.zeros(1, 256))
+    with pytest.raises(ValueError, match="whole blocks"):  # 8 rows for each part
+        kernels.linear_each(moved, torch.zeros(1, 4, 256))
+    for isa in set(kernels.available_isas()) - {"avx512"}:
+        with using(isa), pytest.raises(ValueError, match="no product"):
+            kernels.linear(moved, torch.zeros(1, 256))
