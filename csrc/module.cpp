@@ -182,6 +182,7 @@ void set_isa(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
+    nb::set_leak_warnings(false);  // plans live as long as the process
     m.doc() = "Products straight from quantised blocks, on the CPU.";
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
