@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from leanmoe.bench.cgroup import memory_limit
-from leanmoe.bench.compare import PROMPT, drop_from_page_cache
+from leanmoe.bench.compare import PROMPT
+from leanmoe.bench.turns import drop_from_page_cache
 from leanmoe.errors import LeanError
 from leanmoe.units import parse_bytes
 
