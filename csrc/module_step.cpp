@@ -3,7 +3,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <optional>
 #include <stdexcept>
 
 #include "engine.h"
@@ -70,6 +69,11 @@ void weighted_sum(uintptr_t rows, uintptr_t weights, uintptr_t out, int64_t toke
     each_row(tokens, count * width, [&](int64_t token) { sum_token(call, token); });
 }
 
+int64_t largest(uintptr_t x, int64_t n, int64_t count, uintptr_t values, uintptr_t places) {
+    require(count > 0 && count <= n, "these are not numbers to choose from");
+    return largest_numbers(pointer<const float>(x), n, count, pointer<float>(values), pointer<int64_t>(places));
+}
+
 void attend(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t keys, uintptr_t values, uintptr_t sinks, uintptr_t out,
             int64_t heads, int64_t kv_heads, int64_t dim, int64_t capacity, int64_t first, int64_t end, float scale,
             bool halves) {
@@ -90,6 +94,7 @@ void bind_step(nb::module_& m) {
     m.def("turn_heads", &turn_heads);
     m.def("route", &route);
     m.def("weighted_sum", &weighted_sum);
+    m.def("largest", &largest);
     m.def("attend", &attend);
     m.attr("ATTEND_DIM") = ATTEND_DIM;
     m.attr("ATTEND_MOST_DIM") = ATTEND_MOST_DIM;

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <utility>
+#include <vector>
 
 namespace lean {
 namespace {
@@ -138,6 +139,38 @@ void route_token(const RouteCall& c, int64_t token) {
     }
     for (int64_t k = 0; k < c.top_k; ++k) weights[k] *= c.scale;
     tell_chances(c, scores, c.bias == nullptr && c.groups == 1 && c.gating != SQRT_SOFTPLUS, c.chances + token * c.experts);
+}
+
+int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values, int64_t* places) {
+    constexpr int64_t RUN = 64;
+    using Entry = std::pair<float, int64_t>;
+    const auto before = [](const Entry& a, const Entry& b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    std::vector<Entry> best;  // a heap with the least of them in front
+    best.reserve(static_cast<size_t>(count));
+    for (int64_t begin = 0; begin < n; begin += RUN) {
+        const int64_t end = std::min(begin + RUN, n);
+        const bool full = static_cast<int64_t>(best.size()) == count;
+        const float least = full ? best.front().first : -INFINITY;
+        int larger = 0;
+        for (int64_t i = begin; i < end; ++i) larger += x[i] > least;
+        if (full && larger == 0) continue;  // nearly all runs: no number of theirs comes in
+        for (int64_t i = begin; i < end; ++i) {
+            const Entry entry{x[i], i};
+            if (std::isnan(x[i]) || (static_cast<int64_t>(best.size()) == count && !before(entry, best.front())))
+                continue;
+            if (static_cast<int64_t>(best.size()) == count) {
+                std::pop_heap(best.begin(), best.end(), before);
+                best.pop_back();
+            }
+            best.push_back(entry);
+            std::push_heap(best.begin(), best.end(), before);
+        }
+    }
+    std::sort(best.begin(), best.end(), before);
+    for (size_t i = 0; i < best.size(); ++i) values[i] = best[i].first, places[i] = best[i].second;
+    return static_cast<int64_t>(best.size());
 }
 
 void sum_token(const SumCall& c, int64_t token) {

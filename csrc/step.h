@@ -44,6 +44,10 @@ struct RouteCall {
 };
 void route_token(const RouteCall& call, int64_t token);
 
+// The `count` largest of n numbers and their places, largest first; the earlier of equals comes first. NaNs are left
+// out: returns how many numbers there were.
+int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values, int64_t* places);
+
 // out = sum of weights[j] * rows[j], from the first to the last
 struct SumCall {
     const float* rows;     // [tokens][count][width]

@@ -46,6 +46,27 @@ def test_outputs_are_added_from_the_first_choice_to_the_last(tokens: int) -> Non
     assert torch.equal(kernels.weighted_sum(rows, weights), torch_step.weighted_sum(rows, weights))
 
 
+@pytest.mark.parametrize("count", [1, 40, 1000, 5000])
+def test_the_largest_are_those_of_a_sort(count: int) -> None:
+    """Tokens that were not the likeliest would be drawn from. Equals come in order; infinities are numbers too."""
+    x = _noise(5000).mul_(20).round_()  # many equals
+    x[[17, 3000]] = torch.tensor([-torch.inf, torch.inf])
+    values, places = kernels.largest(x, count)
+    wanted = x.sort(descending=True, stable=True)
+    assert torch.equal(values, wanted.values[:count])
+    assert torch.equal(places, wanted.indices[:count])
+
+
+def test_what_is_no_number_is_not_among_the_largest() -> None:
+    x = _noise(500)
+    x[::2] = torch.nan
+    values, places = kernels.largest(x, 250)
+    assert torch.equal(values, x[places])
+    assert not values.isnan().any()
+    with pytest.raises(ValueError, match="250"):
+        kernels.largest(x, 251)
+
+
 # heads, key heads, dimension
 HEADS = [(32, 4, 128), (6, 2, 32), (5, 1, 80), (3, 3, 16), (14, 2, 256), (13, 1, 512)]
 

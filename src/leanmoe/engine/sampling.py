@@ -1,5 +1,6 @@
 """Choosing the next token from logits."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -8,6 +9,8 @@ from typing import TypedDict
 import torch
 
 from leanmoe.errors import LeanError, UsageError
+from leanmoe.kernels import largest
+from leanmoe.models.workers import one_torch_thread
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -86,16 +89,18 @@ class Sampler:
         else:
             self._generator.manual_seed(int(params.seed))
 
+    @one_torch_thread()
     def __call__(self, logits: torch.Tensor, history: list[int]) -> int:
         """The next token from logits [vocab] after the tokens `history`. Raises `LeanError` if one is not finite."""
         p = self.params
-        if not torch.isfinite(logits).all():
+        # A pass or two over the vocabulary, whatever is asked for; a NaN is both the least and the largest.
+        if not all(map(math.isfinite, (float(each) for each in logits.aminmax()))):
             raise LeanError("the model's logits are not finite numbers: its weights are damaged or overflow")
         logits = self._penalised(logits, history)
         if p.temperature == 0:
-            return int(logits.argmax())
+            return int(largest(logits, 1)[1])
         keep = min(p.top_k, logits.numel()) if p.top_k else logits.numel()
-        top, ids = logits.topk(keep, sorted=True)
+        top, ids = largest(logits, keep)
         probs = top.softmax(-1)
         # A token stays while the ones before it hold less than top_p, so the first one always stays.
         allowed = (probs.cumsum(-1) - probs < p.top_p) & (probs >= p.min_p * probs[0])

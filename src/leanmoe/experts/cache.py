@@ -58,6 +58,8 @@ class _Shelf:
         self.free = slots
         self.policy = policy
         self.starved: deque[Acquire] = deque()
+        # With a slot for every expert nothing is ever evicted: the policy need not look on.
+        self.roomy = facts.slots == facts.experts
 
 
 class Acquire(Iterator[list[Lease]]):
@@ -68,7 +70,18 @@ class Acquire(Iterator[list[Lease]]):
     and `LeanError` if the cache was closed; the iterator is then exhausted and holds nothing.
     """
 
-    __slots__ = ("_cache", "deferred", "error", "held", "layer", "phase", "reading", "ready", "shelf")
+    __slots__ = (
+        "_cache",
+        "deferred",
+        "ended",
+        "error",
+        "held",
+        "layer",
+        "phase",
+        "reading",
+        "ready",
+        "shelf",
+    )
 
     def __init__(self, cache: "ExpertCache", shelf: _Shelf, layer: int, phase: Phase) -> None:
         self._cache = cache
@@ -80,13 +93,15 @@ class Acquire(Iterator[list[Lease]]):
         self.ready: list[Slot] = []  # pinned, to be handed out
         self.held: Sequence[Slot] = ()  # pinned, handed out
         self.error: Exception | None = None
+        self.ended = False  # holds nothing, and never will again
 
     def __next__(self) -> list[Lease]:
         return self._cache._next_group(self)
 
     def close(self) -> None:
         """Gives everything back and forgets what was not handed out; may be called again."""
-        self._cache._close_acquire(self)
+        if not self.ended:
+            self._cache._close_acquire(self)
 
     def __enter__(self) -> Self:
         return self
@@ -160,11 +175,15 @@ class ExpertCache:
             for key in keys:
                 if (slot := self._resident.get(key)) is None:
                     acquire.deferred.append(key)
+                elif slot.waiting is None and not slot.guessed:  # a plain hit: what `_promise` would do
+                    slot.pins += 1
+                    acquire.ready.append(slot)
                 else:
                     self._promise(slot, acquire)
             hits, joined = len(acquire.ready), len(acquire.reading)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)
-            shelf.policy.on_use(keys, phase)
+            if not shelf.roomy:
+                shelf.policy.on_use(keys, phase)
             if self._guesses and phase is Phase.DECODE:
                 self._guesses.visited(layer)
             if acquire.deferred:
@@ -266,6 +285,7 @@ class ExpertCache:
                 self._abandon(acquire)
                 raise copy.copy(error) from error  # a copy, since several acquires may raise it at once
             if not acquire.ready:
+                acquire.ended = True
                 raise StopIteration
             group = acquire.ready
             blocked = acquire.deferred and not acquire.reading
@@ -461,6 +481,7 @@ class ExpertCache:
             slot.pins -= 1
         acquire.ready, acquire.reading, acquire.error = [], [], None
         acquire.deferred.clear()
+        acquire.ended = True
         if acquire.shelf.starved:
             self._changed.notify_all()
 

@@ -40,6 +40,7 @@ __all__ = [
     "embed",
     "get_num_threads",
     "isa",
+    "largest",
     "linear",
     "linear_each",
     "moe_ffn",
@@ -160,6 +161,14 @@ def route(
     """
     run = cpu_step.route if logits.is_cpu else torch_step.route
     return run(logits, bias, rule)
+
+
+def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest of x [n], largest first, and their places (int64); of equals the earlier comes first."""
+    if x.is_cpu and count < x.numel():
+        return cpu_step.largest(x, count)
+    values, places = x.sort(descending=True, stable=True)
+    return values[:count], places[:count]
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

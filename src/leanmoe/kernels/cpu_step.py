@@ -6,7 +6,7 @@ Each row is computed by itself, so its bits depend neither on the other rows nor
 import torch
 
 from leanmoe.kernels import _cpu
-from leanmoe.kernels.checks import check_attend, check_norm, check_route, check_sum, check_turn
+from leanmoe.kernels.checks import check_attend, check_norm, check_route, check_sum, check_tensor, check_turn
 from leanmoe.kernels.types import GATINGS, RoutingRule
 
 
@@ -82,6 +82,16 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = torch.empty((tokens, width))
     _cpu.weighted_sum(rows.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, count, width)
     return out
+
+
+def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.largest`. Raises `ValueError` if there are fewer numbers than `count`, NaNs left out."""
+    check_tensor("x", x, torch.float32, 1, x.device)
+    values, places = torch.empty(count), torch.empty(count, dtype=torch.int64)
+    found = _cpu.largest(x.data_ptr(), x.numel(), count, values.data_ptr(), places.data_ptr())
+    if found < count:
+        raise ValueError(f"of {x.numel()} numbers {found} are numbers; {count} were wanted")
+    return values, places
 
 
 def can_attend(heads: int, kv_heads: int, dim: int) -> bool:
