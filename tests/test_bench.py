@@ -286,6 +286,7 @@ def test_a_comparison_ends_with_a_report_that_both_engines_are_in(
     assert "texts are the same" in text
     assert "AVX2 only" in text
     assert "leanmoe.bench.own" in text
+    assert "lean opened the model" in text
     records = json.loads((tmp_path / "report" / "records.json").read_text())["results"]
     assert [r["decode_tokens"] for r in records] == [8, 8, 8]
     assert records[0]["memory_peak"] <= 1 << 30

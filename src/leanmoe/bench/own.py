@@ -9,6 +9,7 @@ import json
 import math
 import signal
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from leanmoe.kernels.clock import clocked
 
 def _text(path: Path, config: EngineConfig, prompt: str, tokens: int, warm: bool) -> dict[str, Any]:
     """The greedy continuation of `prompt`; with `warm` all experts that have slots are read before."""
+    begun = time.perf_counter()
     with LLM(path, **asdict(config)) as llm:
+        opened = time.perf_counter() - begun
         if warm:
             llm.load_all()
         stream = llm.stream(prompt, max_tokens=tokens + 1, temperature=0, ignore_eos=True)
@@ -46,7 +49,11 @@ def _text(path: Path, config: EngineConfig, prompt: str, tokens: int, warm: bool
             **_account("prompt", usage.prompt_experts, usage.prompt_seconds, in_prompt, usage.prompt_tokens),
             **_account("decode", usage.decode_experts, usage.decode_seconds, clock.seconds - in_prompt, fed),
         }
-        return record | _facts(llm.plan.residency, llm.plan.memory)
+        plan = llm.plan
+        held = plan.trunk_bytes + plan.slot_bytes + sum(device.state for device in plan.devices)
+        record |= {"open_seconds": opened, "trunk_bytes": plan.trunk_bytes}
+        facts = _facts(plan.residency, plan.memory)
+        return record | facts | {"memory_beside": facts["memory_peak"] - held}
 
 
 def _random(path: Path, config: EngineConfig, prompt: int, tokens: int, warm: bool) -> dict[str, Any]:

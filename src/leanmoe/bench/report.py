@@ -116,6 +116,7 @@ def write_report(
         *(f"![{plot.stem.replace('-', ' ')}]({plot.name})" for plot in plots),
         "## Where a token's time goes",
         _times(results),
+        *_starts(results),
         "## The machine",
         _table([["", ""], ["---"] * 2, *([k, v] for k, v in machine.items()), ["llama.cpp", rival]]),
         *([] if disk is None else [_about_disk(disk, results)]),
@@ -159,6 +160,16 @@ def _times(results: Sequence[Record]) -> str:
                 cells = [f"{1000 * r[f'{phase}_{part}_seconds']:.2f}" for part in ("kernel", "stall", "rest")]
                 rows.append([r["limit_name"], phase, *cells])
     return _table(rows)
+
+
+def _starts(results: Sequence[Record]) -> list[str]:
+    """How long lean took to open the model, and what it holds beside weights and state."""
+    return [
+        f"At {r['limit_name']} lean opened the model (trunk {format_bytes(int(r['trunk_bytes']))}) in "
+        f"{r['open_seconds']:.2f} s; its peak is {r['memory_beside'] / 1e6:.0f} MB above trunk, KV state and slots."
+        for r in results
+        if r.get("open_seconds")
+    ]
 
 
 def _about_disk(disk: DiskRate, results: Sequence[Record]) -> str:
