@@ -63,6 +63,6 @@ def interleaved(tensor: Tensor, heads: int) -> Tensor:
 
     Source: the GGUF of `llama` and its kin, whose rope pairs dimensions 2i and 2i + 1.
     """
-    if tensor.shape[0] % (2 * heads):
+    if not heads or tensor.shape[0] % (2 * heads):
         raise FormatError(f"{tensor.shape[0]} rows do not make {heads} heads of an even size")
     return tensor.reindexed(lambda rows: rows.reshape(heads, 2, -1).transpose(0, 2, 1).reshape(-1))

@@ -7,6 +7,8 @@ from typing import Any
 from leanmoe.errors import FormatError
 from leanmoe.formats.safetensors import read_json
 
+MAX_LAYERS, MAX_EXPERTS, MAX_VOCAB = 4096, 1 << 16, 1 << 22
+
 
 class Config:
     """Typed access to a model's configuration. One that wraps a text model (`text_config`) reads as that model."""
@@ -37,28 +39,40 @@ class Config:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
-            raise self.error(f"{keys[0]} is {value!r}; a whole number was wanted")
+            raise self.error(f"{keys[0]} is {_short(value)}; a whole number was wanted")
         return value
+
+    def size(self, *keys: str, limit: int = 1 << 31) -> int:
+        """The whole number from 1 to `limit` at the first of `keys` that is there. Raises `FormatError`."""
+        value = self.integer(*keys)
+        if not 1 <= value <= limit:
+            raise self.error(f"{keys[0]} is {value}; a number from 1 to {limit} was wanted")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """The number of blocks, beside those for multi-token prediction. Raises `FormatError`."""
+        return self.size("num_hidden_layers", limit=MAX_LAYERS)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """The finite number at the first of `keys` that is there. Raises `FormatError`."""
         value = self._first(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-            raise self.error(f"{keys[0]} is {value!r}; a finite number was wanted")
+            raise self.error(f"{keys[0]} is {_short(value)}; a finite number was wanted")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false. Raises `FormatError`."""
         value = self._first((key,), default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}; true or false was wanted")
+            raise self.error(f"{key} is {_short(value)}; true or false was wanted")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string. Raises `FormatError`."""
         value = self._first((key,), default)
         if not isinstance(value, str):
-            raise self.error(f"{key} is {value!r}; a string was wanted")
+            raise self.error(f"{key} is {_short(value)}; a string was wanted")
         return value
 
     def section(self, key: str) -> "Config":
@@ -87,3 +101,7 @@ class Config:
         if value is None:
             raise self.error(f"{keys[0]} is missing; a model of this kind needs it")
         return value
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]

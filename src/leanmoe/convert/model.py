@@ -16,7 +16,7 @@ from leanmoe.convert.encode import encode
 from leanmoe.convert.mixture import Shape, find_recipe, storage_types
 from leanmoe.convert.tensors import F32Array, Tensor, U8Array
 from leanmoe.convert.tokenizer import tokenizer_metadata
-from leanmoe.errors import FormatError, UnsupportedError, UsageError
+from leanmoe.errors import FormatError, LeanError, UnsupportedError, UsageError
 from leanmoe.formats.gguf import GGUFFile, encode_header
 from leanmoe.formats.gguf_header import parse_header
 from leanmoe.formats.gguf_values import Value, encode_pair
@@ -71,18 +71,19 @@ class CheckpointSource:
         self._folder = folder
         self._name = name or folder.resolve().name
         self._arrive = arrive
-        self._config = Config.read(folder)
-        self._conversion = find_conversion(self._config)
         self._recipe = find_recipe(quant)
-        self._fp8_block = _fp8_block(self._config)
-        self._metadata = self._conversion.metadata(self._config)
-        self._stored = read_checkpoint(folder)
-        checkpoint = Checkpoint(self._stored, self._fp8_block)
-        try:
-            parts = self._parts(checkpoint)
-        finally:
-            checkpoint.close()
-        self.gguf = self._virtual_file(parts)
+        with _naming(folder):
+            self._config = Config.read(folder)
+            self._conversion = find_conversion(self._config)
+            self._fp8_block = _fp8_block(self._config)
+            self._metadata = self._conversion.metadata(self._config)
+            self._stored = read_checkpoint(folder)
+            checkpoint = Checkpoint(self._stored, self._fp8_block)
+            try:
+                parts = self._parts(checkpoint)
+            finally:
+                checkpoint.close()
+            self.gguf = self._virtual_file(parts)
 
     @property
     def arriving(self) -> bool:
@@ -131,19 +132,31 @@ class CheckpointSource:
         types = storage_types(
             self._recipe,
             shapes,
-            self._config.integer("num_hidden_layers"),
+            self._config.layers,
             experts if isinstance(experts, int) else 0,
         )
         return {name: _Part(name, tensor, types[name]) for name, tensor in tensors.items()}
 
     def _virtual_file(self, parts: Mapping[str, _Part]) -> GGUFFile:
-        pairs = [encode_pair(key, value) for key, value in self._keys().items()]
+        keys = self._keys()
+        self._check_vocabulary(keys["tokenizer.ggml.tokens"], parts)
+        pairs = [encode_pair(key, value) for key, value in keys.items()]
         infos = [(name, _ne(part), part.qtype) for name, part in parts.items()]
         header, offsets = encode_header(pairs, infos, _ALIGNMENT)
         size = len(header) + offsets[-1] + parts[infos[-1][0]].tensor.rows * parts[infos[-1][0]].row_bytes
         path = self._folder / f"{self._name}.gguf"
         parsed = parse_header(header, path, size)
         return GGUFFile(path, (path,), (parsed.data_start,), parsed.metadata, parsed.tensors, parsed.raw_kv)
+
+    def _check_vocabulary(self, tokens: Value, parts: Mapping[str, _Part]) -> None:
+        embedding = parts.get("token_embd.weight")
+        assert isinstance(tokens, list)
+        if embedding is None or embedding.tensor.shape[0] != len(tokens):
+            there = embedding.tensor.shape[0] if embedding is not None else "no"
+            raise FormatError(
+                f"{self._config.source}: with its vocab_size the tokenizer has {len(tokens)} tokens, "
+                f"but the checkpoint has embeddings of {there}"
+            )
 
     def _keys(self) -> dict[str, Value]:
         arch = self._conversion.architecture
@@ -158,6 +171,17 @@ class CheckpointSource:
         keys |= {f"{arch}.{key}": value for key, value in self._metadata.items()}
         keys |= tokenizer_metadata(self._folder, self._config, self._conversion.pre)
         return keys | {"general.quantization_version": 2}
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Puts the folder before the message of an error that names none of its files."""
+    try:
+        yield
+    except LeanError as error:
+        if str(folder) in str(error):
+            raise
+        raise type(error)(f"{folder}: {error}") from error
 
 
 def _fp8_block(config: Config) -> tuple[int, int]:
@@ -184,7 +208,7 @@ def _ne(part: _Part) -> tuple[int, ...]:
 
 def _tensors(checkpoint: Checkpoint, config: Config, conversion: Conversion) -> Iterator[Named]:
     """All tensors with their names in the GGUF: the top, then block by block. Blocks beyond the layers are left out."""
-    layers = config.integer("num_hidden_layers")
+    layers = config.layers
     layer_of = re.compile(r"((?:.*\.)?)layers\.(\d+)\..*")
     prefixes: dict[int, str] = {}
     for name in checkpoint.names():

@@ -58,7 +58,9 @@ class _Vocabulary:
 
     def put(self, token: int, text: str, kind: int, score: float = 0.0) -> None:
         if not 0 <= token < 1 << 22:
-            raise FormatError(f"token {text[:80]!r} has the id {token}, which no vocabulary reaches")
+            raise FormatError(
+                f"the tokenizer's token {text[:80]!r} has the id {token}, which no vocabulary reaches"
+            )
         self.pad(token + 1)
         self.tokens[token], self.kinds[token], self.scores[token] = text, kind, score
 
@@ -155,7 +157,8 @@ def _word_split(path: Path, ignore_merges: bool, preferred: Sequence[str]) -> st
         for name in (*(n for n in found if n in preferred), *same, *found):
             return name
     raise UnsupportedError(
-        f"{path}: splits text into words in a way that no GGUF name stands for; known: {', '.join(PRE_TOKENIZERS)}"
+        f"{path}: splits text into words in a way that no GGUF name stands for; its family is not one of the "
+        f"{len(PRE_TOKENIZERS)} that are known"
     )
 
 
@@ -194,12 +197,13 @@ def _sentencepiece_from_json(
 def _add_added_tokens(
     vocabulary: _Vocabulary, document: Mapping[str, Any], settings: Mapping[str, Any], path: Path
 ) -> None:
-    added = {entry["id"]: entry for entry in document.get("added_tokens") or ()}
-    for token, entry in (settings.get("added_tokens_decoder") or {}).items():
-        added.setdefault(int(token), entry)
     try:
+        added = {entry["id"]: entry for entry in document.get("added_tokens") or ()}
+        for token, entry in (settings.get("added_tokens_decoder") or {}).items():
+            added.setdefault(int(token), entry)
         for token, entry in sorted(added.items()):
             text, special = entry["content"], bool(entry.get("special"))
+            text.encode()  # a string, and one that can be written
             if token < len(vocabulary.kinds) and vocabulary.kinds[token] in (UNKNOWN, BYTE):
                 continue
             control = (special or _SPECIAL_SHAPE.fullmatch(text)) and text not in _VISIBLE
@@ -240,12 +244,15 @@ def _special_ids(
 
 def _adds(settings: Mapping[str, Any], document: Mapping[str, Any], name: str) -> bool | None:
     """Whether BOS or EOS is put around a text: what the post-processor does, or else what the settings say."""
-    processors = [document.get("post_processor") or {}]
-    processors += processors[0].get("processors", [])
-    for processor in processors:
-        if processor.get("type") == "TemplateProcessing":
-            single = processor.get("single") or [{}]
-            return "SpecialToken" in single[0 if name == "bos" else -1]
+    try:
+        processors = [document.get("post_processor") or {}]
+        processors += processors[0].get("processors", [])
+        for processor in processors:
+            if processor.get("type") == "TemplateProcessing":
+                single = processor.get("single") or [{}]
+                return "SpecialToken" in single[0 if name == "bos" else -1]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise FormatError(f"tokenizer.json: its post_processor is malformed: {error!r}") from None
     value = settings.get(f"add_{name}_token")
     return value if isinstance(value, bool) else False if document else None
 
@@ -257,9 +264,17 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Value]:
     if in_json.exists():
         found = read_json(in_json).get("chat_template", found)
     if alone.exists():
-        found = alone.read_text(encoding="utf-8")
+        try:
+            found = alone.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise FormatError(f"{alone}: is no text: {error}") from None
     if isinstance(found, str):
         return {"tokenizer.chat_template": found}
+    if not isinstance(found, list | None):
+        raise FormatError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {str(found)[:80]!r}; text, or a list of named ones, "
+            "was wanted"
+        )
     named = {
         entry["name"]: entry["template"]
         for entry in found or ()

@@ -28,7 +28,7 @@ def encode_pair(key: str, value: Value) -> bytes:
         return _string(key) + head + b"".join([_item(kind, item) for item in items])
     except (struct.error, TypeError, AttributeError, UnicodeError, OverflowError) as error:
         raise FormatError(
-            f"{key}: the value {str(value)[:80]} cannot be written to a GGUF: {error}"
+            f"{key}: the value {str(value)[:80]!r} cannot be written to a GGUF: {error}"
         ) from None
 
 

@@ -83,6 +83,8 @@ def _files(folder: Path) -> list[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises `UsageError` if there is none, `FormatError` if it is malformed."""
     try:
+        if path.exists() and not path.is_file():
+            raise FormatError(f"{path}: is no regular file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; a checkpoint has one") from None
@@ -98,6 +100,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
     """The tensors of one file, in the order of their data, and where that starts. Raises `FormatError`."""
     try:
+        if not path.is_file():
+            raise FormatError(f"{path}: is missing, or is no regular file; fetch the checkpoint again")
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(8)

@@ -40,10 +40,6 @@ class Fingerprint:
         """The first line of a journal."""
         return json.dumps({"journal": 2, "manifest_blake3": self.manifest_digest, "files": self.files})
 
-    def describe(self) -> str:
-        """The files and their sizes, for an error message."""
-        return ", ".join(f"{name} of {size} bytes, changed at {mtime}" for name, size, mtime in self.files)
-
     @classmethod
     def from_line(cls, line: str) -> "Fingerprint | None":
         """The fingerprint in the first line of a journal; None if that is no such line."""
@@ -130,7 +126,7 @@ class Journal:
         if theirs != ours:
             raise FormatError(
                 f"{self.path.parent}: was begun from another source, or the source has changed since; delete "
-                f"it to start over (begun from {theirs.describe()}; given now: {ours.describe()})"
+                f"it to start over ({_difference(theirs, ours)})"
             )
         if self.consuming and not consume:
             raise UsageError(
@@ -176,6 +172,18 @@ def recorded_consumer(directory: Path) -> int | None:
         return None
     found = next(filter(None, map(_CONSUME.fullmatch, lines)), None)
     return int(found[1], 16) if found else None
+
+
+def _difference(theirs: Fingerprint, ours: Fingerprint) -> str:
+    """In what two sources differ: the number of files, the first that differs, or what is made of them."""
+    if theirs.files == ours.files:
+        return "its files are the same: what is made of them is not, as with another --quant or another lean"
+    if len(theirs.files) != len(ours.files):
+        return f"begun from {len(theirs.files)} files; given now: {len(ours.files)}"
+    was, now = next(pair for pair in zip(theirs.files, ours.files, strict=True) if pair[0] != pair[1])
+    if was[:2] == now[:2]:
+        return f"{now[0]} of {now[1]} bytes was changed in between"
+    return f"begun from {was[0]} of {was[1]} bytes; given now: {now[0]} of {now[1]} bytes"
 
 
 def _without_times(fingerprint: Fingerprint) -> Fingerprint:

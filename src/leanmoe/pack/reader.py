@@ -87,6 +87,10 @@ def check_is_pack(path: Path) -> None:
     if path.suffix == ".partial":
         raise UsageError(f"{path}: packing was not finished; run lean pack again to resume")
     if not (path / MANIFEST).is_file():
+        if (path / "config.json").is_file():
+            raise UsageError(
+                f"{path}: is a checkpoint, not a pack; make one with: lean pack {path} --quant q4_k_m"
+            )
         raise FormatError(
             f"{path}: has no {MANIFEST}, so it is not a pack; make one with: lean pack FILE.gguf"
         )

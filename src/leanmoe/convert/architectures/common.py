@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from leanmoe.convert.block import Block, Named
-from leanmoe.convert.config import Config
+from leanmoe.convert.config import MAX_EXPERTS, MAX_VOCAB, Config
 from leanmoe.errors import UnsupportedError
 from leanmoe.formats.gguf_values import Value
 
@@ -47,15 +47,20 @@ def top(block: Block) -> Iterator[Named]:
 def head_dim(config: Config) -> int:
     """The size of a head: its own key, or hidden / heads."""
     return config.integer(
-        "head_dim", default=config.integer("hidden_size") // config.integer("num_attention_heads")
+        "head_dim", default=config.size("hidden_size") // config.size("num_attention_heads")
     )
 
 
 def base_metadata(config: Config) -> dict[str, Value]:
     """Keys that every decoder has: sizes, heads, norm, rope."""
-    heads, size = config.integer("num_attention_heads"), head_dim(config)
+    heads, size = config.size("num_attention_heads"), head_dim(config)
+    activation, eps = config.text("hidden_act", default="silu"), config.number("rms_norm_eps")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedError(f"{config.source}: hidden_act is '{activation[:80]}'; silu is supported")
+    if not 0 <= eps < 1:
+        raise config.error(f"rms_norm_eps is {eps}; a small number from 0 was wanted")
     return {
-        "block_count": config.integer("num_hidden_layers"),
+        "block_count": config.layers,
         "context_length": config.integer("max_position_embeddings"),
         "embedding_length": config.integer("hidden_size"),
         "feed_forward_length": config.integer("intermediate_size", "moe_intermediate_size"),
@@ -63,8 +68,8 @@ def base_metadata(config: Config) -> dict[str, Value]:
         "attention.head_count_kv": config.integer("num_key_value_heads", default=heads),
         "attention.key_length": size,
         "attention.value_length": size,
-        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
-        "vocab_size": config.integer("vocab_size"),
+        "attention.layer_norm_rms_epsilon": eps,
+        "vocab_size": config.size("vocab_size", limit=MAX_VOCAB),
         **rope_metadata(config, size),
     }
 
@@ -72,15 +77,18 @@ def base_metadata(config: Config) -> dict[str, Value]:
 def rope_metadata(config: Config, size: int) -> dict[str, Value]:
     """Keys of rotary embedding for heads of `size`. A scaling that cannot be written down is refused."""
     rope = config.rope
+    part = rope.number("partial_rotary_factor", default=1.0)
+    if not 0 < part <= 1:
+        raise rope.error(f"partial_rotary_factor is {part}; more than 0, at most 1 was wanted")
     keys: dict[str, Value] = {
-        "rope.dimension_count": int(size * rope.number("partial_rotary_factor", default=1.0)),
+        "rope.dimension_count": int(size * part),
         "rope.freq_base": rope.number("rope_theta", default=10000.0),
     }
     kind = rope.text("rope_type")
     if kind in ("default", "mrope"):
         return keys
     if kind == "linear":
-        return keys | {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}
+        return keys | {"rope.scaling.type": "linear", "rope.scaling.factor": _factor(rope)}
     if kind == "yarn":
         return keys | yarn_metadata(config, rope)
     raise UnsupportedError(
@@ -88,9 +96,17 @@ def rope_metadata(config: Config, size: int) -> dict[str, Value]:
     )
 
 
+def _factor(rope: Config) -> float:
+    """By how much the context was stretched. Raises `FormatError`."""
+    factor = rope.number("factor")
+    if factor < 1:
+        raise rope.error(f"factor is {factor}; a number from 1 was wanted")
+    return factor
+
+
 def yarn_metadata(config: Config, rope: Config) -> dict[str, Value]:
     """YaRN's keys. Those for its bounds are written where they are not what every reader takes them for."""
-    factor = rope.number("factor")
+    factor = _factor(rope)
     original = (
         rope.integer("original_max_position_embeddings")
         if rope.has("original_max_position_embeddings")
@@ -163,7 +179,7 @@ def selection_bias(block: Block, name: str) -> Iterator[Named]:
 
 def expert_count(config: Config) -> int:
     """The number of routed experts in a layer."""
-    return config.integer("num_experts", "num_local_experts", "n_routed_experts")
+    return config.size("num_experts", "num_local_experts", "n_routed_experts", limit=MAX_EXPERTS)
 
 
 def merged(*parts: Mapping[str, str]) -> dict[str, str]:

@@ -88,7 +88,7 @@ def _block(block: Block) -> Iterator[Named]:
 
 def _split(block: Block) -> Iterator[Named]:
     config, both = block.config, block.take("self_attn.kv_b_proj.weight")
-    heads, plain = config.integer("num_attention_heads"), config.integer("qk_nope_head_dim")
+    heads, plain = config.size("num_attention_heads"), config.integer("qk_nope_head_dim")
     wanted = (heads * (plain + config.integer("v_head_dim")), config.integer("kv_lora_rank"))
     if both.shape != wanted:
         raise FormatError(

@@ -19,7 +19,7 @@ from leanmoe.convert.architectures.common import (
     top,
 )
 from leanmoe.convert.block import Block, Named
-from leanmoe.convert.config import Config
+from leanmoe.convert.config import MAX_VOCAB, Config
 from leanmoe.convert.conversion import Conversion
 from leanmoe.convert.tensors import Tensor
 from leanmoe.errors import UnsupportedError
@@ -42,6 +42,7 @@ _BARE = {
 }
 _LEFT_OUT = (*IGNORED, r".*(vision|audio)_tower\..*", r".*embed_(vision|audio)\..*")
 _STILL = 1e30
+MAX_HEAD = 1 << 16
 
 
 def _metadata(config: Config) -> dict[str, Value]:
@@ -55,7 +56,7 @@ def _metadata(config: Config) -> dict[str, Value]:
     size, full_size = config.integer("head_dim"), _full(config, "head_dim")
     rope = config.section("rope_parameters")
     keys: dict[str, Value] = {
-        "block_count": config.integer("num_hidden_layers"),
+        "block_count": config.layers,
         "context_length": config.integer("max_position_embeddings"),
         "embedding_length": config.integer("hidden_size"),
         "feed_forward_length": config.integer("intermediate_size"),
@@ -72,7 +73,7 @@ def _metadata(config: Config) -> dict[str, Value]:
         "rope.dimension_count_swa": size,
         "rope.freq_base": rope.section("full_attention").number("rope_theta"),
         "rope.freq_base_swa": rope.section("sliding_attention").number("rope_theta"),
-        "vocab_size": config.integer("vocab_size"),
+        "vocab_size": config.size("vocab_size", limit=MAX_VOCAB),
         **sliding_metadata(config),
     }
     if config.has("final_logit_softcapping"):
@@ -111,7 +112,10 @@ def _top(block: Block) -> Iterator[Named]:
     yield from top(block)
     rope = block.config.section("rope_parameters").section("full_attention")
     half = _full(block.config, "head_dim") // 2
-    turned = int(rope.number("partial_rotary_factor", default=1.0) * half)
+    part = rope.number("partial_rotary_factor", default=1.0)
+    if not 0 < part <= 1 or not 0 < half <= MAX_HEAD:
+        raise rope.error(f"partial_rotary_factor is {part}, for heads of {2 * half}; that cannot be turned")
+    turned = int(part * half)
     divisors = np.array([1.0] * turned + [_STILL] * (half - turned), dtype=np.float32)
     yield "rope_freqs.weight", Tensor(divisors.shape, lambda start, stop: divisors[None], BY_NAME["F32"])
 

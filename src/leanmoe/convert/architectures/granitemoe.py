@@ -37,7 +37,7 @@ def _metadata(config: Config) -> dict[str, Value]:
 
 
 def _block(block: Block) -> Iterator[Named]:
-    heads = block.config.integer("num_attention_heads")
+    heads = block.config.size("num_attention_heads")
     for name, tensor in block.renamed(ATTENTION | FFN_NORM | _ROUTER):
         key = _HEADS.get(name.split(".")[0])
         yield name, tensor if key is None else interleaved(tensor, block.config.integer(key, default=heads))

@@ -41,7 +41,7 @@ def _mixtral_metadata(config: Config) -> dict[str, Value]:
 
 
 def _attention(block: Block) -> Iterator[Named]:
-    heads = block.config.integer("num_attention_heads")
+    heads = block.config.size("num_attention_heads")
     for name, tensor in block.renamed(ATTENTION | FFN_NORM):
         key = _HEADS.get(name.split(".")[0])
         yield name, tensor if key is None else interleaved(tensor, block.config.integer(key, default=heads))
@@ -71,6 +71,8 @@ def _llama3_factors(config: Config) -> np.ndarray[tuple[int], np.dtype[np.float3
     rope, half = config.rope, head_dim(config) // 2
     factor, original = rope.number("factor"), rope.integer("original_max_position_embeddings")
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if not factor > 0 or not low < high:
+        raise rope.error(f"a factor of {factor} between {low} and {high} is no llama3 scaling")
     waves = 2 * math.pi * rope.number("rope_theta", default=10000.0) ** (np.arange(half) / half)
     blend = np.clip((original / waves - low) / (high - low), 0, 1)
     divisors = np.where(blend == 0, factor, 1 / ((1 - blend) / factor + blend))

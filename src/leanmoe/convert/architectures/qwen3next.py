@@ -35,13 +35,14 @@ _SHARED = {
 }
 _LEFT_OUT = (*IGNORED, r"mtp\..*", r"model\.mtp\..*", r"(model\.)?visual\..*")
 _DEFAULT_SECTIONS = [11, 11, 10]
+_KINDS = ["full_attention", "linear_attention"]
 
 
 def _delta_metadata(config: Config) -> dict[str, Value]:
     values = config.integer("linear_num_value_heads")
     kinds = config.values.get("layer_types")
-    interval = config.integer("full_attention_interval", default=4)
-    layers = config.integer("num_hidden_layers")
+    interval = config.size("full_attention_interval") if config.has("full_attention_interval") else 4
+    layers = config.layers
     regular = ["full_attention" if (n + 1) % interval == 0 else "linear_attention" for n in range(layers)]
     keys: dict[str, Value] = {
         "ssm.conv_kernel": config.integer("linear_conv_kernel_dim"),
@@ -54,7 +55,7 @@ def _delta_metadata(config: Config) -> dict[str, Value]:
         "expert_shared_feed_forward_length": config.integer("shared_expert_intermediate_size"),
     }
     if kinds is not None and kinds != regular:
-        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(regular):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
             raise FormatError(f"{config.source}: layer_types is not a kind of layer for each of {layers}")
         keys["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
     return base_metadata(config) | expert_metadata(config) | keys
@@ -130,8 +131,14 @@ def _qwen35moe(block: Block) -> Iterator[Named]:
     def last_heads(rows: Index) -> Index:
         return np.concatenate([rows[:before], heads(rows[before:])])
 
-    columns = heads(np.arange(values * size))
     take = block.take
+    out = take("linear_attn.out_proj.weight")
+    if out.shape[-1] != values * size:
+        raise FormatError(
+            f"{config.source}: {values} value heads of {size} do not fit {block.prefix}linear_attn.out_proj.weight "
+            f"of shape {list(out.shape)}"
+        )
+    columns = heads(np.arange(values * size))
     yield "attn_qkv.weight", take("linear_attn.in_proj_qkv.weight").reindexed(last_heads)
     yield "attn_gate.weight", take("linear_attn.in_proj_z.weight").reindexed(heads)
     yield "ssm_beta.weight", take("linear_attn.in_proj_b.weight").reindexed(heads)
@@ -140,7 +147,7 @@ def _qwen35moe(block: Block) -> Iterator[Named]:
     yield "ssm_dt.bias", take("linear_attn.dt_bias").reindexed(heads)
     yield "ssm_conv1d.weight", _taps(block).reindexed(last_heads)
     yield "ssm_norm.weight", take("linear_attn.norm.weight")
-    yield "ssm_out.weight", take("linear_attn.out_proj.weight").mapped(lambda x: x[:, columns])
+    yield "ssm_out.weight", out.mapped(lambda x: x[:, columns])
 
 
 def _top(block: Block) -> Iterator[Named]:
