@@ -8,6 +8,14 @@
 namespace lean {
 namespace {
 
+// As x86.h's, but into the second cache and further ahead: a strip's words take long enough to multiply that the way
+// from there to the first is hidden (0.89 of the rate of plain reading; into the first cache, 4096 ahead: 0.80).
+template <int BYTES> LEAN_INLINE void prefetch_strip(const uint8_t* w) {
+    constexpr int AHEAD = 8192;
+#pragma GCC unroll 64
+    for (int i = 0; i < BYTES; i += 64) _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD + i), _MM_HINT_T1);
+}
+
 LEAN_INLINE __m512i word_at(const uint8_t* p) { return _mm512_loadu_si512(p); }
 LEAN_INLINE __m512i every_byte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 LEAN_INLINE __m512i broadcast4(const uint8_t* p) {
@@ -253,7 +261,7 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
         acc[t] = _mm512_setzero_ps();
     }
     for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
-        prefetch<S::words * 64>(w);
+        prefetch_strip<S::words * 64>(w);
         S s;
         s.read(w, rest);
         __m512 sums[N];
@@ -406,7 +414,7 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) acc[t] = _mm512_setzero_ps();
     for (int64_t k = 0; k < blocks; ++k, w += S::words * 64, rest += S::rest * STRIP) {
-        prefetch<S::words * 64>(w);
+        prefetch_strip<S::words * 64>(w);
         Block16 b;
         S::read(w, rest, b);
         const int j = static_cast<int>(k % 8);
