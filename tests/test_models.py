@@ -311,6 +311,30 @@ def test_a_sequence_goes_on_after_an_expert_could_not_be_read(
         torch.testing.assert_close(got, want[-1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("arch", "kept"), [("qwen3moe", 64), ("qwen35moe", 0), ("deepseek2", 64)])
+@pytest.mark.parametrize("layers", [5, 6, 7])
+def test_a_prompt_can_be_stopped_between_two_layers(
+    arch: str, kept: int, layers: int, packed: PackTiny
+) -> None:
+    """A chunk of a large model takes half a minute; who stops it waits for a layer, and what was done is not lost."""
+    _, path = packed(arch, num_hidden_layers=4)
+    with LLM(path, kv_type="f32") as llm:
+        sequence = Sequence(llm.decoder.new_state(len(TOKENS), torch.float32))
+        asked = 0
+
+        def stop() -> bool:  # within the second chunk; each is asked for once before its four layers
+            nonlocal asked
+            asked += 1
+            return asked > layers + 2
+
+        assert prefill(llm.decoder, sequence, TOKENS, 64, stop) is None
+        assert len(sequence.tokens) == sequence.state.length == kept
+        rest = TOKENS[sequence.keep_prefix(TOKENS) :]
+        got = prefill(llm.decoder, sequence, rest, 64)
+        assert got is not None
+        torch.testing.assert_close(got, llm.logits(TOKENS)[-1], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_plan_counts_what_a_sequence_keeps(arch: str, packed: PackTiny) -> None:
     """State that is not planned is taken from the rest of the machine."""

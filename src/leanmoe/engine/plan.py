@@ -18,7 +18,9 @@ from leanmoe.pack import Manifest, is_expert_tensor
 from leanmoe.units import format_bytes
 
 DEFAULT_CONTEXT = 4096
-CHUNKS = (512, 256, 128, 64, 32)
+CHUNKS = (1024, 512, 256, 128, 64, 32)
+_RESIDENT_CHUNK = 512  # more is no faster where nothing is read
+_CHUNK_SHARE = 16  # scratch of a larger chunk may take one in this many of the bytes that slots could have
 
 # Beyond the process as it stands when planned: reader and compute threads, allocator slack, library pages
 # touched later, the kernel's own tables. On the demo model the peak is within 10 MiB of all that the plan names.
@@ -32,6 +34,8 @@ _BASE_VARIES = 4 << 20
 # Pinned staging and the CUDA runtime's own host memory, for each GPU.
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
+# HIDDEN_BYTES and MIN_WAVE of csrc/engine.cpp.
+_HIDDEN_BYTES, _LEAST_PAIRS = 32 << 20, 256
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -252,6 +256,11 @@ class _Needs:
     def slot_floor(self) -> int:
         return slot_floor(self.sizes, self.counts, self.top_k) if self.sizes else 0
 
+    def fits(self, budget: int) -> bool:
+        """Whether all experts can be resident in `budget` without scratch."""
+        experts = sum(size * self.counts[layer] for layer, size in self.sizes.items())
+        return self.trunk + self.state + experts <= budget
+
     def floor(self, scratch: int) -> int:
         return self.trunk + self.state + scratch + self.slot_floor()
 
@@ -268,10 +277,16 @@ class _Needs:
 
 
 def _chunk(spec: ModelSpec, context: int, threads: int, budgets: tuple[int, ...], needs: list[_Needs]) -> int:
-    """Prompt tokens per pass: the most whose scratch does not crowd out the slots, which read for each chunk."""
+    """Prompt tokens per pass, each of which reads all experts: the most whose scratch does not crowd out the slots."""
+    both = list(zip(budgets, needs, strict=True))
     for chunk in CHUNKS:
         scratch = scratch_bytes(spec, chunk, context, threads)
-        if all(b - n.floor(scratch) >= scratch for b, n in zip(budgets, needs, strict=True)):
+        share = 1
+        if chunk > _RESIDENT_CHUNK:
+            if context <= _RESIDENT_CHUNK or all(n.fits(b - scratch) for b, n in both):
+                continue
+            share = _CHUNK_SHARE
+        if all(b - n.floor(scratch) >= share * scratch for b, n in both):
             return chunk
     return CHUNKS[-1]
 
@@ -307,10 +322,17 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
     """Upper estimate of the activations alive at once while `threads` threads compute `chunk` tokens."""
     router = spec.router
     has_dense = spec.dense_beside_experts or len(spec.moe_layers) < spec.layers
-    dense = 3 * max(spec.dense_width if has_dense else 0, spec.shared_width)
-    moe = router.top_k * (2 * spec.hidden + 3 * spec.expert_width) + 4 * router.experts if router else 0
+    dense = 4 * chunk * 3 * max(spec.dense_width if has_dense else 0, spec.shared_width)
     mixing = max(mixer.scratch_bytes(chunk, context, threads) for mixer in set(spec.mixers))
-    return 4 * chunk * 6 * spec.hidden + max(mixing, 4 * chunk * max(dense, moe)) + 3 * 4 * spec.vocab
+    experts = 0
+    if router is not None:
+        # What every expert says of every token, kept until all have spoken; what the tokens are rounded to; and the
+        # products' own buffers, which are bounded (`csrc/engine.cpp`), as floats and rounded.
+        kept = (router.top_k + 2) * spec.hidden + 4 * router.experts
+        pairs = max(_HIDDEN_BYTES // (4 * spec.expert_width), _LEAST_PAIRS)
+        inner = 3 * min(chunk * router.top_k, pairs) + chunk
+        experts = 4 * (chunk * kept + inner * spec.expert_width // 2)
+    return 4 * chunk * 6 * spec.hidden + max(mixing, dense + experts) + 3 * 4 * spec.vocab
 
 
 def _split_layers(layers: int, budgets: tuple[int, ...]) -> list[range]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from leanmoe.models.batch import Batch
-from leanmoe.models.decoder import Decoder
+from leanmoe.models.decoder import Cancelled, Decoder
 from leanmoe.models.state import SequenceState
 
 # Tokens at the end of a prompt that may be peculiar to it: a chat template's opening of the answer.
@@ -50,8 +50,9 @@ def prefill(
 ) -> torch.Tensor | None:
     """Feeds `tokens` (at least one) in chunks and returns the logits [vocab] after the last.
 
-    None if `cancelled` said so between chunks; the sequence then holds the chunks that were fed. `progress` is told
-    before and after each chunk how many tokens are done, and of how many.
+    None if `cancelled` said so, within a chunk or between two; the sequence then holds the chunks that were fed, or, if
+    it has recurrent layers, what its checkpoint has. `progress` is told before and after each chunk how many tokens
+    are done, and of how many.
     """
     state = sequence.state
     state.reserve(len(tokens))
@@ -64,7 +65,11 @@ def prefill(
         if cancelled():
             return None
         part = list(tokens[begin : begin + chunk])
-        logits = decoder.forward(Batch.of([(state, part)]))[0]
+        try:
+            logits = decoder.forward(Batch.of([(state, part)]), cancelled)[0]
+        except Cancelled:
+            del sequence.tokens[state.length :]
+            return None
         sequence.tokens.extend(part)
     progress(len(tokens), len(tokens))
     return logits

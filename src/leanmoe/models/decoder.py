@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of mixer and feed-forward, output head. The whole network in one page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,10 @@ from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec
 from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
+
+
+class Cancelled(Exception):
+    """Somebody asked to stop, and a pass was given up between two layers."""
 
 
 class Mixer(Protocol):
@@ -135,11 +139,12 @@ class Decoder:
 
     @torch.inference_mode()
     @one_torch_thread()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, cancelled: Callable[[], bool] | None = None) -> torch.Tensor:
         """Logits [rows wanted, vocab] float32 on the CPU. Every sequence in the batch advances by its tokens.
 
-        If an expert cannot be read the sequences keep the length they had, or that of their checkpoint if they
-        have a recurrent layer (see `SequenceState`), and may be continued later.
+        `cancelled` is asked before each layer. If an expert cannot be read, or with `Cancelled`, the sequences keep
+        the length they had, or that of their checkpoint if they have a recurrent layer (see `SequenceState`), and
+        may be continued later.
         """
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
@@ -147,6 +152,8 @@ class Decoder:
         tables = RopeTables(batch.positions)
         try:
             for layer, device in zip(self.layers, self.devices, strict=True):
+                if cancelled is not None and cancelled():
+                    raise Cancelled
                 x = layer(x.to(device), batch, tables)
         except BaseException:
             for s in batch.segments:
