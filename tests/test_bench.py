@@ -1,6 +1,7 @@
 """The side-by-side measurement with llama.cpp: who runs when, what is kept of it, and how it is written."""
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from cgroup import memory_limit
-from leanmoe.bench import compare, disk
+from leanmoe.bench import compare, disk, own
 from leanmoe.bench.cgroup import Finished, Group, nearest_with_memory
 from leanmoe.bench.compare import prompt_text
 from leanmoe.bench.figures import draw_all
@@ -134,6 +135,42 @@ def test_failures_beside_answers_are_kept() -> None:
     found = median([answered(1, 2), "exit code 1", answered(3, 4)])
     assert found["decode_tokens_per_second"] == 3
     assert (found["runs"], found["failures"]) == (2, ["exit code 1"])
+
+
+def own_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["own", *words, "--context", "64", "--memory", str(12 << 30)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello there"))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        own.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_lean_measures_of_itself_adds_up(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cold = own_record(monkeypatch, capsys, str(pack), "--tokens", "6")
+    assert (cold["decode_tokens"], cold["finished"]) == (6, True)
+    assert cold["prompt_read_bytes"] > 0
+    parts = [cold[f"decode_{part}_seconds"] for part in ("kernel", "stall", "rest")]
+    assert sum(parts) == pytest.approx(1 / cold["decode_tokens_per_second"])
+    assert min(parts) >= 0
+    warm = own_record(monkeypatch, capsys, str(pack), "--tokens", "6", "--warm")
+    assert warm["text"] == cold["text"]
+    assert (warm["prompt_read_bytes"], warm["decode_hit_rate"]) == (0, 1)
+
+
+def test_random_tokens_are_measured_as_prompt_and_one_by_one(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = own_record(monkeypatch, capsys, str(pack), "--tokens", "4", "--random", "8", "--warm")
+    assert (both["prompt_tokens"], both["decode_tokens"]) == (8, 4)
+    assert both["prompt_read_bytes"] == both["decode_read_bytes"] == 0
+    alone = own_record(monkeypatch, capsys, str(pack), "--tokens", "0", "--random", "8")
+    assert "decode_tokens" not in alone
+    assert alone["prompt_read_bytes"] > 0
 
 
 COMPLETION = """

@@ -159,6 +159,10 @@ def test_the_command_measures_each_budget_in_a_process_of_its_own(pack: Path) ->
     records = json.loads(done.stdout)
     assert [(r["memory"], r["test"]) for r in records] == [(2 << 30, "pp8"), (None, "pp8")]
     assert all(0 < r["memory_peak"] < 2 << 30 for r in records)
+    refused = subprocess.run([*command, "-m", "100MiB"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "the smallest that works is" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_the_table_has_what_was_measured(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:

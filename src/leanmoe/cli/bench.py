@@ -2,8 +2,10 @@
 
 import json
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,7 @@ from rich.table import Table
 
 from leanmoe.cli import options as opt
 from leanmoe.engine.config import EngineConfig
-from leanmoe.errors import UsageError
+from leanmoe.errors import LeanError, UsageError
 from leanmoe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -93,11 +95,21 @@ def _measured(
     new = multiprocessing.get_context("spawn")
     for config in configs:
         for test in tests:
-            with ProcessPoolExecutor(1, mp_context=new) as process:
+            with ProcessPoolExecutor(1, mp_context=new, initializer=_end_at_once) as process:
                 task = process.submit(
                     measure, pack, config, test, repetitions=repetitions, warm_up=warm_up, feed=feed
                 )
-                yield config, task.result()
+                try:
+                    yield config, task.result()
+                except BrokenProcessPool:
+                    raise LeanError(
+                        f"{test.name}: the process was killed, perhaps for want of memory"
+                    ) from None
+
+
+def _end_at_once() -> None:
+    """Ctrl-C, which reaches every process, is for the one that waits to report."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _show(found: Sequence[tuple[EngineConfig, "Speed"]]) -> None:

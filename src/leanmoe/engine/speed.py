@@ -1,7 +1,7 @@
 """Measuring a pack's speed in this process, without tokenizing: what `lean bench` does.
 
 A test feeds tokens drawn from a fixed seed, as a prompt or one by one, and is repeated with other tokens. Every test
-starts with a fresh model: with no expert in memory or, if all of them have slots, with every expert.
+starts with a fresh model: with no expert in memory or, if all of them have slots and it may warm up, with every expert.
 """
 
 import random
@@ -180,8 +180,9 @@ def measure(
 ) -> Speed:
     """Opens the pack at `path` and measures `test`. The context is as long as the test needs, unless `config` says.
 
-    With `warm_up` there is one more repetition, before the others. The pack's profile neither warms the cache nor
-    learns.
+    With `warm_up` there is one more repetition, before the others, and experts that all have slots are read first. The
+    pack's profile neither warms the cache nor learns.
+
     Raises `UsageError` if the context does not hold the test, and what `LLM` raises.
     """
     if config.context is None:
@@ -192,7 +193,7 @@ def measure(
         if llm.plan.context < test.context:
             raise UsageError(f"{test.name} takes {test.context} tokens of context; it is {llm.plan.context}")
         all_resident = llm.plan.residency == 1
-        if all_resident:
+        if all_resident and warm_up:
             report(f"{test.name}: reading all experts")
             llm.load_all()
         samples = []
