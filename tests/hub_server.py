@@ -18,7 +18,7 @@ class Hub:
     """The server's address, the repositories it has, and what it was asked for.
 
     `cut` names files whose first download breaks off half way, `missing` those that are listed, and whose beginning
-    can be had, but not the whole. `gated` are repositories nobody may read.
+    can be had, but not the whole. `gated` are repositories nobody may read. `listings` are answers as they are.
     """
 
     address: str = ""
@@ -26,6 +26,7 @@ class Hub:
     cut: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
+    listings: dict[str, bytes] = field(default_factory=dict)
     ranges: list[tuple[str, str]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
 
@@ -87,13 +88,18 @@ def hub() -> Iterator[Hub]:
             self.end_headers()
 
         def _info(self, repo: str) -> None:
+            if repo in state.listings:
+                self._json(state.listings[repo])
+                return
             if self._refused(repo):
                 return
             root = state.repos[repo]
             files = sorted(path for path in root.rglob("*") if path.is_file())
             siblings = [_described(root, path) for path in files]
             document = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []}
-            raw = json.dumps(document | {"private": False, "downloads": 0, "likes": 0}).encode()
+            self._json(json.dumps(document | {"private": False, "downloads": 0, "likes": 0}).encode())
+
+        def _json(self, raw: bytes) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(raw)))

@@ -104,3 +104,29 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         export_gguf(pack, source)
     result = CliRunner().invoke(app, ["export", str(pack), str(tmp_path / "back.gguf")])
     assert (result.exit_code, result.stdout.strip()) == (0, str(tmp_path / "back.gguf"))
+
+
+def test_two_exports_at_once_do_not_write_one_file(tmp_path: Path) -> None:
+    """The second would empty what the first is about to give its name."""
+    pack = pack_gguf(write_moe_gguf(tmp_path / "m.gguf"), tmp_path / "m.lmpack")
+    out, refused = tmp_path / "back.gguf", []
+
+    def again(_: object) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another lean export is writing it") as error:
+                export_gguf(pack, out)
+            refused.append(error)
+
+    export_gguf(pack, out, progress=again)
+    assert refused
+    other = export_gguf(pack, tmp_path / "other.gguf")
+    assert out.read_bytes() == other.read_bytes()
+
+
+def test_what_another_made_meanwhile_is_kept(tmp_path: Path) -> None:
+    pack = pack_gguf(write_moe_gguf(tmp_path / "m.gguf"), tmp_path / "m.lmpack")
+    out = tmp_path / "back.gguf"
+    with pytest.raises(UsageError, match="made meanwhile"):
+        export_gguf(pack, out, progress=lambda _: out.write_text("mine"))
+    assert out.read_text() == "mine"
+    assert not out.with_name("back.gguf.partial").exists()

@@ -299,3 +299,50 @@ def test_references() -> None:
     for bad in ("", "a", "a/b/c", "a/b:", "a/../b", "a/b:x:y", "/a/b", "a/b\n"):
         with pytest.raises(UsageError):
             parse_reference(bad)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"<html>a portal</html>", "no list of files"),
+        (b"[1]", "no list of files"),
+        (b'{"id": "a/b", "siblings": []}', "names no commit"),
+        (b'{"id": "a/b", "sha": "../x", "siblings": []}', "names no commit"),
+        (b'{"id": "a/b", "sha": "f", "siblings": [{"rfilename": "m.gguf", "size": "x"}]}', "a size of 'x'"),
+        (b'{"id": "a/b", "sha": "f", "siblings": [{"rfilename": "m.gguf", "size": -5}]}', "a size of -5"),
+        (b'{"id": "a/b", "sha": "f", "siblings": [{"rfilename": "../m.gguf"}]}', "leads out"),
+        (b'{"id": "a/b", "sha": "f", "siblings": [{"rfilename": "m\\u0000.gguf"}]}', "leads out"),
+    ],
+)
+def test_an_answer_that_is_no_listing_is_said(server: Hub, body: bytes, says: str, tmp_path: Path) -> None:
+    """A portal or a broken mirror would end in a traceback."""
+    server.listings["a/b"] = body
+    with pytest.raises(LeanError, match=says):
+        pull("a/b", endpoint=server.address)
+    assert not list(tmp_path.glob("*.lmpack*"))
+
+
+def test_a_damaged_head_is_fetched_anew(server: Hub) -> None:
+    """The next run would take the damaged head for the file's, for ever."""
+    file = server.repos["someone/tiny-GGUF"] / "tiny-Q4_K_M.gguf"
+    whole = file.read_bytes()
+    file.write_bytes(b"X" * len(whole))
+    with pytest.raises(FormatError, match="header that cannot be read"):
+        pull("someone/tiny-GGUF:Q4_K_M", overlap=True, endpoint=server.address)
+    file.write_bytes(whole)
+    pull("someone/tiny-GGUF:Q4_K_M", overlap=True, endpoint=server.address)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_pulls_at_once_do_not_mix(server: Hub, overlap: bool) -> None:
+    """Both would append to the same half file."""
+    refused: list[str] = []
+
+    def again(_: object) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another lean pull") as error:
+                pull("someone/tiny-GGUF:Q4_K_M", endpoint=server.address)
+            refused.append(str(error.value))
+
+    pull("someone/tiny-GGUF:Q4_K_M", overlap=overlap, endpoint=server.address, packing=again)
+    assert len(refused) == 1

@@ -101,7 +101,7 @@ def main() -> None:
     except (OSError, MemoryError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"lean: {_one_line(str(error)) or 'out of memory'}", file=sys.stderr)
+        print(f"lean: {_one_line(_spelt(error))}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -113,6 +113,12 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  as long as the process
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def _spelt(error: OSError | MemoryError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or "out of memory"
 
 
 def _one_line(text: str) -> str:

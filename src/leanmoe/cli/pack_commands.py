@@ -51,6 +51,10 @@ def pack(
     """Make a pack from a GGUF model or a safetensors checkpoint. Run it again to resume after an interruption."""
     if source.is_dir() and is_pack(source):
         raise UsageError(f"{source}: is a pack already; a GGUF file or a safetensors checkpoint was wanted")
+    if source.is_file() and source.name.endswith((".safetensors", ".json")):
+        raise UsageError(
+            f"{source}: is one file of a checkpoint; give the folder: lean pack {source.parent} --quant q4_k_m"
+        )
     if quant is not None and not source.is_dir():
         raise UsageError(f"{source}: --quant is for safetensors checkpoints; a GGUF is packed as it is")
     try:

@@ -5,6 +5,7 @@ is done here: `NAME.part` grows until it is whole. A hub that stores files in ch
 keeps the chunks itself.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -39,10 +40,9 @@ class Download:
     def fetch(self, choice: Choice) -> None:
         """Fetches those files of `choice` that are not there yet.
 
-        Raises `UsageError` if `folder` was begun from another commit, `BudgetError` if the disk is too small,
-        `FormatError` for a file that is not what the hub says, `LeanError` if it cannot be reached.
+        Raises `BudgetError` if the disk is too small, `FormatError` for a file that is not what the hub says,
+        `LeanError` if it cannot be reached.
         """
-        self.claim()
         self.total = choice.nbytes
         missing = sum(file.nbytes - self._there(file) for file in choice.files)
         free = shutil.disk_usage(self.folder).free
@@ -87,8 +87,13 @@ class Download:
                 bar = self._bar(file.name, counts=False)
                 http_get(url, out, headers=headers, expected_size=nbytes, tqdm_class=bar)
                 out.truncate(file.nbytes)
-            if nbytes == file.nbytes or complete(new, nbytes):
+            if complete(new, nbytes):
                 break
+            if nbytes == file.nbytes:
+                new.unlink()
+                raise FormatError(
+                    f"{self.repo}: {file.name} came with a header that cannot be read; run it again to fetch it anew"
+                )
             nbytes = min(4 * nbytes, file.nbytes)
         os.utime(new, ns=(0, 0))
         new.rename(path)
@@ -96,17 +101,33 @@ class Download:
     def _stub_note(self, file: RemoteFile) -> Path:
         return self.folder / f"{file.name}.stub"
 
-    def claim(self) -> None:
-        """Makes the folder, or checks that it holds files of the same commit. Raises `UsageError`."""
-        self.folder.mkdir(exist_ok=True)
-        note = self.folder / COMMIT_NOTE
-        if not note.exists():
-            note.write_text(self.commit)
-        elif note.read_text() != self.commit:
-            raise UsageError(
-                f"{self.folder}: holds part of another version of {self.repo}; delete it to start over, or go on with "
-                f"@{note.read_text()[:40]}"
-            )
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Makes the folder, or checks that it holds files of the same commit; nobody else may fetch into it meanwhile.
+        Raises `UsageError`.
+        """
+        try:
+            self.folder.mkdir(exist_ok=True)
+            fd = os.open(self.folder / COMMIT_NOTE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"{self.folder}: cannot be written: {error.strerror}") from error
+        with os.fdopen(fd, "r+", errors="replace") as note:
+            try:
+                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"{self.folder}: another lean pull is fetching into it; wait for it to finish"
+                ) from None
+            begun = note.read()
+            if not begun:
+                note.write(self.commit)
+                note.flush()
+            elif begun != self.commit:
+                raise UsageError(
+                    f"{self.folder}: holds part of another version of {self.repo}; delete it to start over, or go on "
+                    f"with @{begun[:40]}"
+                )
+            yield
 
     def _there(self, file: RemoteFile) -> int:
         whole, part = self.folder / file.name, self._part(file)

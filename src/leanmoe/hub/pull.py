@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 
 from leanmoe.convert import CheckpointSource
@@ -66,13 +67,14 @@ def pull(
     commit, files = _list(repo, revision, endpoint)
     choice = choose_files(repo, files, quant)
     download = Download(repo, commit, folder, endpoint, downloading)
-    if overlap:
-        _pack_arriving(download, choice, name, out, keep, check, packing)
-    else:
-        download.fetch(choice)
-        _pack(folder, choice, name, out, keep, check, packing)
-    if not keep:
-        shutil.rmtree(folder)
+    with download.claimed():
+        if overlap:
+            _pack_arriving(download, choice, name, out, keep, check, packing)
+        else:
+            download.fetch(choice)
+            _pack(folder, choice, name, out, keep, check, packing)
+        if not keep:
+            shutil.rmtree(folder)
     return Pulled(out, commit)
 
 
@@ -105,7 +107,6 @@ def _pack_arriving(
     packing: ProgressCallback | None,
 ) -> None:
     """Fetches settings and the headers of all files first, then each file while those before it are packed."""
-    download.claim()
     download.total = choice.nbytes
     large = tuple(file for file in choice.files if file.name.endswith((".gguf", ".safetensors")))
     for file in choice.files:
@@ -143,15 +144,20 @@ def _list(repo: str, revision: str | None, endpoint: str | None) -> tuple[str, l
     from huggingface_hub import HfApi
 
     with hub_errors(repo):
-        info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
+        try:
+            info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
+        except (JSONDecodeError, TypeError, LookupError, AttributeError) as error:
+            raise LeanError(f"{repo}: the hub's answer is no list of files: {error!r}") from error
     files = [
         RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None)
         for file in info.siblings or ()
     ]
     for file in files:
         parts = Path(file.name).parts
-        if Path(file.name).is_absolute() or ".." in parts:
+        if Path(file.name).is_absolute() or ".." in parts or "\0" in file.name:
             raise UsageError(f"{repo}: has a file named {file.name[:80]!r}, which leads out of its folder")
-    if not info.sha:
+        if type(file.nbytes) is not int or file.nbytes < 0:
+            raise LeanError(f"{repo}: the hub gives {file.name} a size of {file.nbytes!r}")
+    if not info.sha or not re.fullmatch(r"\w{1,64}", info.sha):
         raise LeanError(f"{repo}: the hub names no commit for it")
     return info.sha, files

@@ -1,9 +1,11 @@
 """Writes a pack back to one GGUF file: the trunk's tensors and the stacked experts, byte for byte."""
 
 import errno
+import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,21 +76,38 @@ def export_gguf(path: Path | str, out: Path | str, *, progress: ProgressCallback
         )
     partial = out.with_name(out.name + ".partial")
     try:
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
+        with _claimed(partial) as fd:
             places = {tensor.name: len(header) + at for tensor, at in zip(tensors, offsets, strict=True)}
             _Writer(pack, fd, places, progress).write(header, size)
-        finally:
-            os.close(fd)
-        os.rename(partial, out)
+            if os.path.lexists(out):
+                raise UsageError(f"{out}: was made meanwhile by somebody else; give another name")
+            os.rename(partial, out)
         sync_directory(out.parent)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            kind = BudgetError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else UsageError
-            raise kind(f"{error.filename or partial}: exporting stopped: {error.strerror}") from error
-        raise
+    except OSError as error:
+        kind = BudgetError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else UsageError
+        raise kind(f"{error.filename or partial}: exporting stopped: {error.strerror}") from error
     return out
+
+
+@contextmanager
+def _claimed(partial: Path) -> Iterator[int]:
+    """An empty file that nobody else writes to; deleted if the block fails. Raises `UsageError`, `OSError`."""
+    fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not partial.exists() or not os.path.samestat(partial.stat(), os.fstat(fd)):
+                raise BlockingIOError  # it was finished, or given up, between the two steps
+        except BlockingIOError:
+            raise UsageError(f"{partial}: another lean export is writing it; wait for it to finish") from None
+        try:
+            os.ftruncate(fd, 0)
+            yield fd
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(fd)
 
 
 def _tensors(pack: Pack) -> Iterator[TensorInfo | _Stack]:

@@ -20,6 +20,7 @@ from leanmoe.pack.steps import finished_parts, peak_growth, plan_steps
 from leanmoe.units import format_bytes
 
 _SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
+_SMALL = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,9 +54,12 @@ def pack_gguf(
         if os.path.lexists(out):
             _finish_consuming(source, out, consume)
         else:
-            gguf = read_gguf(source, consumer=recorded_consumer(_partial(out)))
+            consumer = recorded_consumer(_partial(out))
+            gguf = read_gguf(source, consumer=consumer)
             if check is not None:
                 check(gguf)
+            if consumer is None:
+                _check_holes(gguf.shards)
             pack_source(GGUFSource(gguf), out, consume=consume, progress=progress)
     except OSError as error:
         raise _stopped(out, error) from error
@@ -72,6 +76,20 @@ def pack_source(
     except OSError as error:
         raise _stopped(out, error) from error
     return out
+
+
+def _check_holes(shards: Iterable[Path]) -> None:
+    """Refuses a file most of which is holes, which would be packed as zeros. Raises `FormatError`, `OSError`."""
+    for shard in shards:
+        with shard.open("rb") as file:
+            if os.fstat(file.fileno()).st_blocks * 512 * 4 < shard.stat().st_size:
+                os.fsync(file.fileno())  # some file systems count blocks late
+            state = os.fstat(file.fileno())
+        if state.st_blocks * 512 * 4 < state.st_size and state.st_size > _SMALL:
+            raise FormatError(
+                f"{shard}: of its {format_bytes(state.st_size)} only {format_bytes(state.st_blocks * 512)} are on the "
+                "disk: a header alone, or a download that is not complete; fetch it again"
+            )
 
 
 def _stopped(out: Path, error: OSError) -> UsageError:
@@ -158,7 +176,7 @@ def _fill(
     journal.check(fingerprint, consume)
     _drop_unrecorded(partial, plan, journal)
     try:
-        _check_space(partial.parent, plan, journal, source.files, consume)
+        _check_space(partial.parent, plan, journal, source, consume)
     except BudgetError:
         if fresh:
             journal.path.unlink()
@@ -206,18 +224,17 @@ def _drop_unrecorded(partial: Path, plan: PackPlan, journal: Journal) -> None:
             os.truncate(path, recorded)
 
 
-def _check_space(
-    parent: Path, plan: PackPlan, journal: Journal, shards: tuple[Path, ...], consume: bool
-) -> None:
+def _check_space(parent: Path, plan: PackPlan, journal: Journal, source: Source, consume: bool) -> None:
     wanted = _space_wanted(
-        plan, journal, consume and all(s.stat().st_dev == parent.stat().st_dev for s in shards)
+        plan, journal, consume and all(s.stat().st_dev == parent.stat().st_dev for s in source.files)
     )
+    advice = ", or give --consume" if isinstance(source, GGUFSource) and not consume else ""
     space = os.statvfs(parent)
     free = space.f_bavail * space.f_frsize
     if wanted > free:
         raise BudgetError(
             f"{parent}: packing needs {format_bytes(wanted)} ({wanted} bytes) more, but {format_bytes(free)} "
-            f"({free} bytes) are free; make room{'' if consume else ', or give --consume'}"
+            f"({free} bytes) are free; make room{advice}"
         )
     files = len(plan.targets) + len(plan.manifest.layers) - len(journal.digests)
     if space.f_files and files > space.f_favail:
