@@ -67,6 +67,7 @@ def _yarn(**values: float) -> dict[str, Any]:
         ("qwen35moe", {"layer_types": [["x"], 1, 2, 3]}, "layer_types"),
         ("qwen35moe", {"linear_value_head_dim": HUGE}, "do not fit"),
         ("gemma4", {"num_hidden_layers": HUGE}, "num_hidden_layers is 4294967295"),
+        ("gemma4", {"layer_types": [{}]}, "layer_types is"),
         ("gemma4", {"global_head_dim": HUGE}, "cannot be turned"),
     ],
 )

@@ -285,3 +285,16 @@ def test_manifest_is_plain_json_with_the_documented_fields(tmp_path: Path) -> No
     assert (manifest["format"], manifest["version"], manifest["architecture"]) == ("lmpack", 1, "qwen3moe")
     assert manifest["source"]["files"][0]["bytes"] == source.stat().st_size
     assert manifest["layers"][1]["sections"]["down"]["type"] == "Q8_0"
+
+
+def test_a_file_of_holes_is_not_packed_as_zeros(tmp_path: Path) -> None:
+    """A header alone, or a download that reserved its room, became a pack of zeros without complaint."""
+    source = write_moe_gguf(tmp_path / "m.gguf", experts=16, layers=16)
+    gguf = read_gguf(source)
+    nbytes = source.stat().st_size
+    assert nbytes > 1 << 20
+    os.truncate(source, gguf.data_starts[0])
+    os.truncate(source, nbytes)
+    with pytest.raises(FormatError, match=r"m\.gguf: of its .* on the disk"):
+        pack_gguf(source, tmp_path / "m.lmpack")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -139,7 +139,7 @@ def sliding_metadata(config: Config) -> dict[str, Value]:
 def sliding_layers(config: Config) -> list[bool]:
     """Which layers have a window. Raises `FormatError` where `layer_types` does not say so."""
     kinds, known = config.values.get("layer_types"), {"sliding_attention": True, "full_attention": False}
-    if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in known for kind in kinds):
         raise config.error(f"layer_types is {str(kinds)[:80]}; a list of {', '.join(known)} was wanted")
     return [known[kind] for kind in kinds]
 
