@@ -233,6 +233,59 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const
     });
 }
 
+void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x, int64_t tokens,
+                          const std::vector<float*>& out) {
+    std::lock_guard lock(mutex_);
+    const KernelTable& table = *table_;
+    const int64_t cols = group[0].matrix.cols;
+    std::vector<Operand> operands;
+    std::vector<Partner> partners;
+    std::vector<size_t> places;  // of each operand's rounded tokens
+    size_t bytes = 0, place_of[ACT_COUNT];
+    int64_t total = 0;
+    for (const GroupMatrix& each : group) {
+        ExpertMatrix whole;
+        whole.matrix = each.matrix;
+        operands.push_back(operand(table, each.data, whole));
+        const Partner partner = operands.back().kernel->partner;
+        if (std::find(partners.begin(), partners.end(), partner) == partners.end()) {
+            partners.push_back(partner);
+            place_of[partner] = bytes;
+            bytes += act_stride(partner, cols) * static_cast<size_t>(tokens);
+        }
+        places.push_back(place_of[partner]);
+        total += each.matrix.rows;
+    }
+    uint8_t* act = act_.get(bytes);
+    const auto round = [&](int64_t token) {
+        for (const Partner partner : partners)
+            table.quantize[partner](x + token * cols, cols,
+                                    act + place_of[partner] + act_stride(partner, cols) * static_cast<size_t>(token));
+    };
+    pool_->parallel_for(tokens, [&](int64_t token) { round(token); });
+
+    const int64_t chunk = chunk_rows(total, pool_->threads());
+    std::vector<int64_t> ends;  // of each operand's tasks
+    for (const GroupMatrix& each : group)
+        ends.push_back((ends.empty() ? 0 : ends.back()) + (each.matrix.rows + chunk - 1) / chunk);
+    pool_->parallel_for(ends.back(), [&](int64_t task) {
+        const size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
+        const int64_t rows = group[i].matrix.rows, begin = (task - (i == 0 ? 0 : ends[i - 1])) * chunk;
+        const int64_t end = std::min(begin + chunk, rows);
+        const size_t stride = act_stride(operands[i].kernel->partner, cols);
+        TileBuffer tile;
+        const uint8_t* tokens_of[TILE];
+        for (int64_t first = 0; first < tokens; first += TILE) {
+            const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
+            for (int t = 0; t < n; ++t) tokens_of[t] = act + places[i] + static_cast<size_t>(first + t) * stride;
+            multiply_tile(operands[i], begin, end, tokens_of, n, tile);
+            for (int t = 0; t < n; ++t)
+                std::memcpy(out[i] + (first + t) * rows + begin, tile[t],
+                            static_cast<size_t>(end - begin) * sizeof(float));
+        }
+    });
+}
+
 void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     check_call(call);
     std::lock_guard lock(mutex_);

@@ -32,6 +32,11 @@ struct ExpertMatrix {
     int64_t scale = -1;
 };
 
+struct GroupMatrix {
+    Matrix matrix;
+    const uint8_t* data = nullptr;
+};
+
 struct FfnPlan {
     ExpertMatrix gate, up, down;
     int64_t slot_bytes = 0;
@@ -73,6 +78,10 @@ public:
     // Matrix i of `count`, which lie one after the other, times part i of each token of x [tokens][count][cols]:
     // out is [tokens][count][rows].
     void linear(const uint8_t* w, const Matrix& matrix, int64_t count, const float* x, int64_t tokens, float* out);
+    // Several matrices of equally many columns times the same tokens: x is rounded once for each kind of partner, and
+    // the threads are woken once. out[i] is [tokens][rows of matrix i], with the bits of `linear`.
+    void linear_group(const std::vector<GroupMatrix>& group, const float* x, int64_t tokens,
+                      const std::vector<float*>& out);
     void moe_ffn(const FfnPlan& plan, const FfnCall& call);
     void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
     void embed(const uint8_t* w, const Matrix& matrix, const int64_t* ids, int64_t count, float* out);

@@ -88,6 +88,36 @@ private:
     FfnPlan plan_;
 };
 
+// Matrices that are multiplied with the same tokens. The caller keeps their bytes alive.
+class Group {
+public:
+    // For each matrix (address, bytes, qtype, layout, rows, cols).
+    explicit Group(const std::vector<std::vector<int64_t>>& matrices) {
+        if (matrices.empty()) throw std::invalid_argument("a group without a matrix");
+        for (const std::vector<int64_t>& m : matrices) {
+            if (m.size() != 6) throw std::invalid_argument("a matrix of a group is described by 6 numbers");
+            GroupMatrix each;
+            each.matrix = make_matrix(static_cast<int32_t>(m[2]), static_cast<Layout>(m[3]), m[4], m[5]);
+            each.data = pointer<const uint8_t>(static_cast<uintptr_t>(m[0]));
+            if (each.matrix.bytes() != m[1] || m[5] != matrices[0][5])
+                throw std::invalid_argument("a matrix has other bytes than its shape wants, or other columns than "
+                                            "the rest of its group");
+            group_.push_back(each);
+        }
+    }
+
+    void run(uintptr_t x, int64_t tokens, const std::vector<uintptr_t>& out) const {
+        if (out.size() != group_.size()) throw std::invalid_argument("one result is wanted for each matrix");
+        std::vector<float*> results;
+        for (uintptr_t each : out) results.push_back(pointer<float>(each));
+        nb::gil_scoped_release released;
+        Engine::get().linear_group(group_, pointer<const float>(x), tokens, results);
+    }
+
+private:
+    std::vector<GroupMatrix> group_;
+};
+
 void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, int64_t count,
                  uintptr_t x, int64_t tokens, uintptr_t out) {
     const Matrix matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
@@ -187,6 +217,9 @@ NB_MODULE(_cpu, m) {
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
         .def("run", &Plan::run);
+    nb::class_<Group>(m, "Group")
+        .def(nb::init<const std::vector<std::vector<int64_t>>&>())
+        .def("run", &Group::run);
     m.def("linear", &linear);
     m.def("linear_each", &linear_each);
     m.def("dequantize", &dequantize);

@@ -51,6 +51,38 @@ def test_a_product_for_each_head_has_the_bits_of_products_by_themselves(name: st
         assert (exactly - got).norm() <= 0.03 * exactly.norm()
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2, 19])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_group_has_the_bits_of_products_by_themselves(isa: str, tokens: int) -> None:
+    """Types with different partners, and layouts, side by side; one without a product goes the slow way."""
+    rng = np.random.default_rng(6)
+    x = inputs(tokens, 512, rng)
+    names = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_1", "Q4_K")
+    weights = [
+        random_weight(name, rows, 512, rng) for name, rows in zip(names, range(30, 320, 50), strict=False)
+    ]
+    with using(isa, threads=3):
+        wide = random_weight("Q4_K", 96, 512, rng)
+        weights.append(kernels.arrange(wide, kernels.best_layout(wide.qtype, 96)))
+        slow = [*weights, random_weight(GGUF_ONLY_TYPES[0], 16, 512, rng)]
+        for group in (weights, slow, weights[:1]):
+            got = kernels.linear_group(group)(x)
+            assert len(got) == len(group)
+            for mine, w in zip(got, group, strict=True):
+                assert torch.equal(mine, kernels.linear(w, x))
+
+
+def test_a_group_that_does_not_fit_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    one, other = random_weight("F32", 8, 4, rng), random_weight("F32", 8, 5, rng)
+    with pytest.raises(ValueError, match="columns"):
+        kernels.linear_group([one, other])
+    with pytest.raises(ValueError, match="columns"):
+        kernels.linear_group([one])(torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.linear_group([one])(torch.zeros(4, 1).T.expand(2, 4))
+
+
 def test_heads_that_do_not_divide_the_rows_are_refused() -> None:
     w = random_weight("F32", 8, 4, np.random.default_rng(0))
     for shape in ((2, 3, 4), (2, 4, 5), (2, 0, 4), (2, 4)):

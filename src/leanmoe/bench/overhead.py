@@ -88,14 +88,17 @@ class _KernelWatch:
         """Within the block every call goes through the watch."""
         before = {name: getattr(_cpu, name) for name in dir(_cpu) if not name.startswith("_")}
         functions = {n: f for n, f in before.items() if callable(f) and not isinstance(f, type)}
-        run = _cpu.Plan.run
+        methods: list[tuple[Any, str, Any]]
+        methods = [(_cpu.Plan, "moe_ffn", _cpu.Plan.run), (_cpu.Group, "linear_group", _cpu.Group.run)]
         for name, function in functions.items():
             setattr(_cpu, name, self.wrapped(name, function))
-        _cpu.Plan.run = self.wrapped("moe_ffn", run)  # type: ignore[method-assign]
+        for owner, name, method in methods:
+            owner.run = self.wrapped(name, method)
         try:
             yield
         finally:
-            _cpu.Plan.run = run  # type: ignore[method-assign]
+            for owner, _, method in methods:
+                owner.run = method
             for name, function in functions.items():
                 setattr(_cpu, name, function)
 

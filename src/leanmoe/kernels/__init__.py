@@ -3,6 +3,8 @@
 All tensors are contiguous, activations and results float32. A call that does not fit raises `ValueError`.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from leanmoe.formats.quant_types import QuantType
@@ -43,6 +45,7 @@ __all__ = [
     "largest",
     "linear",
     "linear_each",
+    "linear_group",
     "moe_ffn",
     "quantize",
     "quantized_types",
@@ -61,6 +64,13 @@ __all__ = [
 def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     """x @ w.T: float32 [T, rows] for x float32 [T, cols]."""
     return cpu.linear(w, x) if w.data.device.type == "cpu" else torch_reference.linear(w, x)
+
+
+def linear_group(weights: Sequence[Weight]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """`linear` with several matrices of as many columns, for the same x: in one call where that is quicker."""
+    if all(w.data.is_cpu and cpu.has_product(w) for w in weights):
+        return cpu.LinearGroup(weights)
+    return lambda x: [linear(w, x) for w in weights]
 
 
 def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ import math
 import torch
 
 from leanmoe.errors import UnsupportedError
-from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels.types import ExpertBatch, Weight
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
@@ -24,21 +23,8 @@ def check_tensor(
         )
 
 
-def check_bytes(name: str, data: torch.Tensor, qtype: QuantType, rows: int, cols: int) -> None:
-    """`data` must be exactly the bytes of `rows` rows of `cols` elements of this type."""
-    if rows < 0 or cols <= 0 or cols % qtype.block:
-        raise ValueError(f"{name}: {rows} x {cols} is not made of whole {qtype.name} blocks ({qtype.block})")
-    wanted = rows * (cols // qtype.block) * qtype.block_bytes
-    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.numel() != wanted:
-        raise ValueError(
-            f"{name}: {rows} x {cols} {qtype.name} takes {wanted} bytes (uint8, 1-D), "
-            f"not {tuple(data.shape)} {data.dtype}"
-        )
-
-
 def check_linear(w: Weight, x: torch.Tensor) -> None:
     """`w` and `x` must fit: x float32 [T, cols], on the weight's device."""
-    check_bytes("weight", w.data, w.qtype, *w.shape)
     check_tensor("x", x, torch.float32, 2, w.data.device)
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"x has {x.shape[1]} columns, the weight has {w.shape[1]}")
@@ -46,7 +32,6 @@ def check_linear(w: Weight, x: torch.Tensor) -> None:
 
 def check_linear_each(w: Weight, x: torch.Tensor) -> int:
     """x float32 [T, count, cols] must fit `count` equal runs of the rows of `w`. Returns the rows of one."""
-    check_bytes("weight", w.data, w.qtype, *w.shape)
     check_tensor("x", x, torch.float32, 3, w.data.device)
     _, count, cols = x.shape
     if count < 1 or w.shape[0] < count or w.shape[0] % count or cols != w.shape[1]:
@@ -56,7 +41,6 @@ def check_linear_each(w: Weight, x: torch.Tensor) -> int:
 
 def check_embed(w: Weight, ids: torch.Tensor) -> None:
     """`ids` must be int64 [T] on the weight's device; their range is checked where they are read."""
-    check_bytes("weight", w.data, w.qtype, *w.shape)
     check_tensor("ids", ids, torch.int64, 1, w.data.device)
 
 

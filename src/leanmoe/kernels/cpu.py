@@ -6,6 +6,7 @@ instruction set): not on the number of tokens, the grouping of experts or the nu
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +17,6 @@ from leanmoe.formats.quant_types import BY_ID, BY_NAME, QuantType
 from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
     check_batch,
-    check_bytes,
     check_convolution,
     check_delta,
     check_embed,
@@ -28,7 +28,7 @@ from leanmoe.kernels.checks import (
     check_tensor,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
-from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
+from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ ROWS16 = "rows16"
 _LAYOUTS = {CANONICAL: 0, ROWS16: 1}
 _TOGETHER = 16  # rows that rows16 interleaves
 _F32 = BY_NAME["F32"]
+_CPU = torch.device("cpu")
 
 # Layouts are few and live as long as their pack; the kept reference makes the id a safe key.
 _plans: dict[int, tuple[ExpertLayout, "_cpu.Plan | None", int, int]] = {}
@@ -56,6 +57,33 @@ def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     else:
         _linear_dequantized(w, x, out)
     return out
+
+
+class LinearGroup:
+    """Matrices that are multiplied with the same tokens, checked once. See `kernels.linear_group`."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = tuple(weights)  # keeps their bytes alive
+        self._rows, self._cols = [w.shape[0] for w in weights], weights[0].shape[1]
+        self._group = _cpu.Group(
+            [(w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[w.layout], *w.shape) for w in weights]
+        )
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x [T, cols] -> [T, rows] for each matrix. Raises `ValueError` where they do not fit."""
+        check_tensor("x", x, torch.float32, 2, _CPU)
+        tokens, cols = x.shape
+        if cols != self._cols:
+            raise ValueError(f"x has {cols} columns, the weights have {self._cols}")
+        out = [torch.empty((tokens, rows)) for rows in self._rows]
+        if tokens:
+            self._group.run(x.data_ptr(), tokens, [each.data_ptr() for each in out])
+        return out
+
+
+def has_product(w: Weight) -> bool:
+    """Whether the extension multiplies weights of this type."""
+    return w.qtype.id in _PRODUCTS and w.shape[0] > 0
 
 
 def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +154,6 @@ def arrange(w: Weight, layout: str, *, alone: bool = False) -> Weight:
 
     Raises `ValueError` for a type or a number of rows that does not have this layout.
     """
-    check_bytes("weight", w.data, w.qtype, *w.shape)
     if layout != CANONICAL:
         if w.layout != CANONICAL:
             raise ValueError(f"the weight is in layout {w.layout} already; canonical was wanted")

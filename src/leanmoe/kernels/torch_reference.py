@@ -10,7 +10,6 @@ from leanmoe.errors import UnsupportedError
 from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels.checks import (
     check_batch,
-    check_bytes,
     check_canonical,
     check_embed,
     check_indices,
@@ -20,7 +19,7 @@ from leanmoe.kernels.checks import (
     check_range,
 )
 from leanmoe.kernels.torch_blocks import BLOCKS
-from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation
+from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout
 
 

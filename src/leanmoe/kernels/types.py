@@ -10,17 +10,33 @@ from leanmoe.formats.quant_types import QuantType
 from leanmoe.pack.layout import CANONICAL
 
 
+def check_bytes(name: str, data: torch.Tensor, qtype: QuantType, rows: int, cols: int) -> None:
+    """`data` must be exactly the bytes of `rows` rows of `cols` elements of this type."""
+    if rows < 0 or cols <= 0 or cols % qtype.block:
+        raise ValueError(f"{name}: {rows} x {cols} is not made of whole {qtype.name} blocks ({qtype.block})")
+    wanted = rows * (cols // qtype.block) * qtype.block_bytes
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.numel() != wanted:
+        raise ValueError(
+            f"{name}: {rows} x {cols} {qtype.name} takes {wanted} bytes (uint8, 1-D), "
+            f"not {tuple(data.shape)} {data.dtype}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A quantised matrix: `data` (uint8, 1-D, any device), rows and columns in `shape`.
 
-    Its bytes are in the file's order, or in another `layout` (see `kernels.best_layout`).
+    Its bytes are in the file's order, or in another `layout` (see `kernels.best_layout`). That they are as many as
+    the shape wants is checked here, once: `ValueError` if not.
     """
 
     data: torch.Tensor
     qtype: QuantType
     shape: tuple[int, int]
     layout: str = CANONICAL
+
+    def __post_init__(self) -> None:
+        check_bytes("weight", self.data, self.qtype, *self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from leanmoe.kernels import linear
+from leanmoe.kernels import linear, linear_group
 from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
 from leanmoe.models.batch import Batch, Segment
 from leanmoe.models.norm import RMSNorm
@@ -32,6 +32,7 @@ class Attention:
         self.q = trunk.weight(prefix + "attn_q.weight", q_size * (2 if a.gated else 1), spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
         self.v = None if a.shared_kv else trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
+        self.project = linear_group([w for w in (self.q, self.k, self.v) if w is not None])
         self.out = trunk.weight(prefix + "attn_output.weight", spec.hidden, q_size)
         self.q_bias = None if a.gated else trunk.vector_if_present(prefix + "attn_q.bias", q_size)
         self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
@@ -57,8 +58,9 @@ class Attention:
     def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
-        q, k = _biased(linear(self.q, x), self.q_bias), _biased(linear(self.k, x), self.k_bias)
-        v = k if self.v is None else _biased(linear(self.v, x), self.v_bias)
+        made = self.project(x)
+        q, k = _biased(made[0], self.q_bias), _biased(made[1], self.k_bias)
+        v = k if self.v is None else _biased(made[2], self.v_bias)
         if a.gated:
             q, gate = (t.flatten(1) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
         if a.qk_norm == "full":

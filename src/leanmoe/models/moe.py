@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, silu
 
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import ExpertBatch, linear, moe_ffn, weighted_sum
+from leanmoe.kernels import ExpertBatch, linear, linear_group, moe_ffn, weighted_sum
 from leanmoe.models.lookahead import Watcher
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router
@@ -29,11 +29,13 @@ class DenseFFN:
         self.activation = partial(gelu, approximate="tanh") if spec.activation == "gelu" else silu
         self.gate = trunk.weight(f"{prefix}gate{suffix}.weight", width, hidden)
         self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
+        self.gate_and_up = linear_group([self.gate, self.up])
         self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
-        return linear(self.down, self.activation(linear(self.gate, x)).mul_(linear(self.up, x)))
+        gate, up = self.gate_and_up(x)
+        return linear(self.down, self.activation(gate).mul_(up))
 
 
 class SharedExpert:
@@ -85,10 +87,11 @@ class MoE:
             shared = None if self.shared is None else self.shared(x, phase, h)
             for leases in groups:
                 mine = [rows[lease.expert] for lease in leases]
-                dest = torch.tensor(
-                    [row for each in mine for row in each], dtype=torch.int32, device=x.device
+                places = [place for each in mine for place in each]
+                token, dest = torch.tensor(
+                    [[place // k for place in places], places], dtype=torch.int32, device=x.device
                 )
-                batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], dest // k, dest)
+                batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], token, dest)
                 moe_ffn(self.layout, batch, x, outputs, self.activation)
         routed = weighted_sum(outputs.view(n, k, -1), weights)
         return routed if shared is None else routed.add_(shared)
