@@ -33,10 +33,10 @@ def test_a_token_takes_few_calls_beside_its_products(work: Workload) -> None:
     """Many small operations once took as long as the products of a small model, and more than the target allows."""
     within, around = count(work)
     layers = len(work.llm.decoder.layers)
-    assert within.kernels["linear_group"] == layers
+    assert within.kernels["Group.run"] == layers
     assert within.kernels["linear"] == 2 * layers
     assert within.kernels["attend"] == layers
-    assert within.kernels["moe_ffn"] == layers
+    assert within.kernels["Plan.run"] == layers
     assert within.kernels.total() <= KERNEL_CALLS * layers
     assert within.torch.total() <= TORCH_OPERATIONS * layers
     assert within.python <= PYTHON_CALLS * layers

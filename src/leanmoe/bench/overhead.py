@@ -14,8 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from leanmoe import LLM
 from leanmoe.engine.sampling import Sampler, SamplingParams
 from leanmoe.engine.sequence import decode, prefill
 from leanmoe.errors import LeanError
-from leanmoe.kernels import _cpu
+from leanmoe.kernels.clock import clocked
 
 PARTS = ("whole", "kernels", "reads", "rest")
 
@@ -62,45 +61,6 @@ class Split:
 
     def __sub__(self, other: "Split") -> "Split":
         return Split(self.whole - other.whole, self.kernels - other.kernels, self.reads - other.reads)
-
-
-class _KernelWatch:
-    """Every call of the extension by name, and the time spent in them by `clock`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.seconds = clock, 0.0
-        self.calls = Counter[str]()
-
-    def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        clock, calls = self.clock, self.calls
-
-        def watched(*args: Any) -> Any:
-            begun = clock()
-            result = call(*args)
-            self.seconds += clock() - begun
-            calls[name] += 1
-            return result
-
-        return watched
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Within the block every call goes through the watch."""
-        before = {name: getattr(_cpu, name) for name in dir(_cpu) if not name.startswith("_")}
-        functions = {n: f for n, f in before.items() if callable(f) and not isinstance(f, type)}
-        methods: list[tuple[Any, str, Any]]
-        methods = [(_cpu.Plan, "moe_ffn", _cpu.Plan.run), (_cpu.Group, "linear_group", _cpu.Group.run)]
-        for name, function in functions.items():
-            setattr(_cpu, name, self.wrapped(name, function))
-        for owner, name, method in methods:
-            owner.run = self.wrapped(name, method)
-        try:
-            yield
-        finally:
-            for owner, _, method in methods:
-                owner.run = method
-            for name, function in functions.items():
-                setattr(_cpu, name, function)
 
 
 class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,11 +100,10 @@ class Workload:
 
 def measure(work: Workload, tokens: int, clock: Callable[[], float]) -> tuple[list[Split], list[Split]]:
     """The time of each of `tokens` tokens by `clock`: in the layers, and around them."""
-    watch = _KernelWatch(clock)
     within, around = list[Split](), list[Split]()
 
     def now() -> Split:
-        return Split(clock(), watch.seconds, work.llm.stats.stall_seconds)
+        return Split(clock(), kernels.seconds, work.llm.stats.stall_seconds)
 
     def timed(x: torch.Tensor, *args: Any) -> torch.Tensor:
         begun = now()
@@ -157,7 +116,7 @@ def measure(work: Workload, tokens: int, clock: Callable[[], float]) -> tuple[li
     layers, devices = decoder.layers, decoder.devices
     decoder.layers, decoder.devices = [timed], devices[:1]  # type: ignore[list-item]
     try:
-        with watch.on():
+        with clocked(clock) as kernels:
             for _ in range(tokens):
                 begun = now()
                 work.token()
@@ -169,12 +128,12 @@ def measure(work: Workload, tokens: int, clock: Callable[[], float]) -> tuple[li
 
 def count(work: Workload) -> tuple[Counts, Counts]:
     """What one token takes within its layers, all of them together, and around them."""
-    watch, operations = _KernelWatch(lambda: 0.0), _TorchWatch()
+    operations = _TorchWatch()
     calls = Counter[str]()
     within = Counts(Counter(), Counter(), 0, 0)
 
     def now() -> Counts:
-        return Counts(watch.calls.copy(), operations.calls.copy(), calls["call"], calls["c_call"])
+        return Counts(kernels.names.copy(), operations.calls.copy(), calls["call"], calls["c_call"])
 
     def counted(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any) -> torch.Tensor:
@@ -199,7 +158,7 @@ def count(work: Workload) -> tuple[Counts, Counts]:
     layers = decoder.layers
     decoder.layers = [counted(layer) for layer in layers]  # type: ignore[misc]
     try:
-        with watch.on(), operations:
+        with clocked() as kernels, operations:
             work.token()
         sys.setprofile(profile)
         work.token()
