@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lean_process import STARTED, lean, started
 from leanmoe.pack import pack_gguf
-
-LEAN = [sys.executable, "-m", "leanmoe"]
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +27,8 @@ def path(gguf: Path) -> Path:
     return pack_gguf(gguf, gguf.with_suffix(".lmpack"))
 
 
-def lean(*arguments: str | Path, stdin: str | None = None) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*LEAN, *map(str, arguments)], capture_output=True, text=True, input=stdin, check=False
-    )
-
-
 def test_run_streams_text_to_stdout_and_the_account_to_stderr(path: Path) -> None:
-    done = lean("run", path, "-p", "Hello", "-n", "8", "--temp", "0")
+    done = started("run", path, "-p", "Hello", "-n", "8", "--temp", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
     assert "hit rate" in done.stderr
@@ -44,7 +37,7 @@ def test_run_streams_text_to_stdout_and_the_account_to_stderr(path: Path) -> Non
 
 def test_run_json_is_one_record_equal_to_what_is_streamed(path: Path) -> None:
     arguments = ("run", path, "-n", "8", "--temp", "0", "--memory", "1GiB", "--context", "128")
-    record = json.loads(lean(*arguments, "-p", "Hello", "--json").stdout)
+    record = json.loads(started(*arguments, "-p", "Hello", "--json").stdout)
     assert record["text"] + "\n" == lean(*arguments, "-p", "-", stdin="Hello").stdout
     assert record["memory_peak"] <= record["memory_budget"] == 1 << 30
     assert record["completion_tokens"] == len(record["tokens"])
@@ -117,7 +110,9 @@ def test_plan_does_not_load_torch(gguf: Path) -> None:
 def test_the_smallest_memory_that_plan_names_is_enough_to_run(path: Path) -> None:
     """A user sizes a machine by this number."""
     floor = json.loads(lean("plan", path, "--memory", "4GiB", "--context", "256", "--json").stdout)["floor"]
-    done = lean("run", path, "-p", "Hello", "-n", "4", "--memory", str(floor), "--context", "256", "--json")
+    done = started(
+        "run", path, "-p", "Hello", "-n", "4", "--memory", str(floor), "--context", "256", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["memory_peak"] <= floor
 
@@ -134,7 +129,7 @@ def test_chat_keeps_the_conversation_and_its_state(path: Path) -> None:
 
 def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(path: Path) -> None:
     master, slave = pty.openpty()
-    command = [*LEAN, "chat", str(path), "--temp", "2", "--top-k", "0", "--min-p", "0", "--top-p", "1"]
+    command = [*STARTED, "chat", str(path), "--temp", "2", "--top-k", "0", "--min-p", "0", "--top-p", "1"]
     process = subprocess.Popen(
         command, stdin=slave, stdout=subprocess.PIPE, stderr=slave, start_new_session=True
     )
@@ -154,7 +149,7 @@ def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(path: Path) -> None:
 def test_ctrl_c_while_the_prompt_is_computed(path: Path) -> None:
     """For a minute the screen said nothing, and what was not answered stayed in the conversation."""
     master, slave = pty.openpty()
-    command = [*LEAN, "chat", str(path), "--temp", "0", "-n", "2", "--chunk", "1"]
+    command = [*STARTED, "chat", str(path), "--temp", "0", "-n", "2", "--chunk", "1"]
     process = subprocess.Popen(
         command, stdin=slave, stdout=subprocess.PIPE, stderr=slave, start_new_session=True
     )

@@ -5,19 +5,18 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lean_process import STARTED, lean, started
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.trace import RoutingTrace
 from leanmoe.experts.trace_csv import import_csv
 from leanmoe.pack import pack_gguf, verify_pack
 
-LEAN = [sys.executable, "-m", "leanmoe"]
 SMALL = ("--memory", "1GiB", "--context", "128")
 
 
@@ -26,15 +25,11 @@ def path(tmp_path: Path, tiny_model: Callable[..., object]) -> Path:
     return pack_gguf(tiny_model("qwen3moe", "Q4_K").path, tmp_path / "m.lmpack")  # type: ignore[attr-defined]
 
 
-def lean(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*LEAN, *map(str, arguments)], capture_output=True, text=True, check=False)
-
-
 def test_profile_reads_text_and_answers_prompts(path: Path, tmp_path: Path) -> None:
     text, prompts = tmp_path / "text", tmp_path / "prompts"
     text.write_text("The ferry left late. " * 30)  # longer than the context: read in pieces
     prompts.write_text("One?\n\nTwo?\n")
-    done = lean("profile", path, *SMALL, "--text", text, "--prompts", prompts, "-n", "4")
+    done = started("profile", path, *SMALL, "--text", text, "--prompts", prompts, "-n", "4")
     assert done.returncode == 0, done.stderr
     read, answered = map(int, re.findall(r"(\d+) tokens read and (\d+) answered", done.stdout)[0])
     assert read > 128
@@ -57,7 +52,7 @@ def test_map_shows_every_layer_in_the_terminal_and_as_a_picture(path: Path, tmp_
     assert f"lean profile {path}" in missing.stderr
     assert lean("profile", path, *SMALL, "-n", "4").returncode == 0
     picture = tmp_path / "map.png"
-    done = lean("map", path, *SMALL, "--plot", picture)
+    done = started("map", path, *SMALL, "--plot", picture)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ +(\d+) (.{8}) +(\d+)/8$", done.stdout, re.MULTILINE)
     assert [int(layer) for layer, _, _ in rows] == [0, 1]
@@ -85,7 +80,7 @@ def test_trace_records_the_packs_own_or_a_file_in_either_form(path: Path, tmp_pa
     prompts = tmp_path / "prompts"
     prompts.write_text("One?\nTwo?\n")
     arguments = (*SMALL, "--prompts", prompts, "-n", "6", "--no-learn")
-    assert lean("trace", path, *arguments).returncode == 0
+    assert started("trace", path, *arguments).returncode == 0
     own = RoutingTrace.load(path / "trace")
     assert own.tokens[Phase.DECODE] > 0
     assert lean("trace", path, tmp_path / "p", *arguments, "--probabilities").returncode == 0
@@ -102,7 +97,7 @@ def test_trace_records_the_packs_own_or_a_file_in_either_form(path: Path, tmp_pa
 def test_tune_says_why_and_plan_foretells_from_it(path: Path) -> None:
     before = lean("plan", path, *SMALL).stdout
     assert "lean tune" in before or "hit rate 100%" in before
-    done = lean("tune", path, *SMALL, "-n", "64")
+    done = started("tune", path, *SMALL, "-n", "64")
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("reader threads", "hit rate, replayed", "chosen: --readers"))
     record = json.loads(lean("plan", path, *SMALL, "--json").stdout)["estimate"]
@@ -144,7 +139,7 @@ def test_live_figures_stand_below_the_text_and_are_gone_afterwards(path: Path) -
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 80))
     process = subprocess.Popen(
-        [*LEAN, "run", path, *SMALL, "-p", "Hello", "-n", "40", "--ignore-eos", "--stats"],
+        [*STARTED, "run", path, *SMALL, "-p", "Hello", "-n", "40", "--ignore-eos", "--stats"],
         stdout=slave,
         stderr=slave,
         stdin=subprocess.DEVNULL,
@@ -176,7 +171,7 @@ def test_live_figures_in_a_file_are_lines(path: Path) -> None:
 
 def test_live_figures_do_not_cut_into_the_text_where_both_go_to_one_file(path: Path) -> None:
     done = subprocess.run(
-        [*LEAN, "run", str(path), *SMALL, "-p", "Hello", "-n", "8", "--ignore-eos", "--stats"],
+        [*STARTED, "run", str(path), *SMALL, "-p", "Hello", "-n", "8", "--ignore-eos", "--stats"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -187,12 +182,6 @@ def test_live_figures_do_not_cut_into_the_text_where_both_go_to_one_file(path: P
 
 
 def test_chat_shows_the_map_of_what_is_resident(path: Path) -> None:
-    done = subprocess.run(
-        [*LEAN, "chat", str(path), *SMALL, "-n", "4"],
-        input="Hello\n/map\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = lean("chat", path, *SMALL, "-n", "4", stdin="Hello\n/map\n")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^ +\d+ .{8} +\d+/8$", done.stderr, re.MULTILINE)

@@ -429,14 +429,15 @@ def test_types_without_a_kernel_are_computed_exactly(quant: str, packed: PackTin
     [(arch, quant) for arch in ARCHITECTURES for quant in KERNEL_TYPES]
     + [("qwen2", quant) for quant in DEQUANTISED_TYPES],  # no router whose near-ties rounding could tip
 )
-def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, packed: PackTiny) -> None:
+def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, tmp_path: Path) -> None:
     """The same file must mean the same to lean and to llama.cpp, for every architecture and type."""
     from oracles.llama_cpp import LlamaCpp, kl_and_top1
-    from oracles.tiny import gpt_oss_rope
+    from oracles.tiny import gpt_oss_rope, tiny_gguf
 
     # llama.cpp does not do without the rounding that the model was trained without.
     llama_cpp = {"gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)}}
-    tiny, path = packed(arch, quant, **llama_cpp.get(arch, {}))
+    tiny = tiny_gguf(tmp_path / "tiny.gguf", arch, quant, **llama_cpp.get(arch, {}))
+    path = pack_gguf(tiny.path, tmp_path / "tiny.lmpack")
     tokens = Random(11).choices(range(280), k=600)
     with LlamaCpp(tiny.path, n_ctx=1024, flash_attention=True) as model:
         want = model.logits(tokens)

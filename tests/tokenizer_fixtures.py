@@ -4,19 +4,20 @@
 a cut lies between them.
 """
 
+import atexit
 import json
 import subprocess
 import sys
 import tarfile
-import urllib.request
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-import xllamacpp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -100,6 +101,14 @@ def probe_metadata(pre: str, *, backwards: bool = False) -> dict[str, Any]:
         pairs.reverse()
     merges = [f"{byte[a]} {byte[b]}" for a, b in pairs]
     return bpe_metadata(byte + [byte[a] + byte[b] for a, b in pairs], merges, pre)
+
+
+@cache
+def probe_model(*, backwards: bool = False) -> Path:
+    """A file with that vocabulary, made once; llama.cpp is told for each family that it is of that family."""
+    folder = tempfile.TemporaryDirectory(prefix="probe-")
+    atexit.register(folder.cleanup)
+    return write_model(Path(folder.name) / "vocabulary.gguf", probe_metadata("default", backwards=backwards))
 
 
 def trained_metadata(pre: str, size: int = 1500) -> dict[str, Any]:
@@ -222,40 +231,6 @@ def write_model(path: Path, metadata: Mapping[str, Any]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-class LlamaCpp:
-    """llama.cpp on one model file: its own tokenising and detokenising."""
-
-    def __init__(self, path: Path) -> None:
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx = 64
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.warmup = False
-        params.verbosity = -1
-        params.cpuparams.n_threads = 1
-        params.port = 0
-        self._server = xllamacpp.Server(params)
-
-    def _post(self, route: str, body: Mapping[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self._server.listening_address + route,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
-
-    def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
-        body = {"content": text, "parse_special": parse_special, "add_special": add_special}
-        ids: list[int] = self._post("/tokenize", body)["tokens"]
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._post("/detokenize", {"tokens": ids})["content"]
-        return text
 
 
 def llama_cpp_models() -> Path:

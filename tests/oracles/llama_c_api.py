@@ -19,6 +19,18 @@ _LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_vo
 _discard = _LogCallback(lambda level, text, data: None)
 
 
+class KeyOverride(ctypes.Structure):
+    """`llama_model_kv_override` of a text: what the file is taken to say under `key`. A list ends with an empty key."""
+
+    TEXT = 3
+    _fields_ = (
+        ("tag", ctypes.c_int),
+        ("key", ctypes.c_char * 128),
+        ("_gap", ctypes.c_int),
+        ("text", ctypes.c_char * 128),
+    )
+
+
 class ModelParams(ctypes.Structure):
     """`llama_model_params`. The tail leaves room for fields that a later wheel may append."""
 

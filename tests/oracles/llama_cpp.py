@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from oracles.llama_c_api import library
+from oracles.llama_c_api import KeyOverride, Pointer, library
 
 F32Array = npt.NDArray[np.float32]
 F64Array = npt.NDArray[np.float64]
@@ -19,7 +19,63 @@ F64Array = npt.NDArray[np.float64]
 _KV_TYPES = {"f32": 0, "f16": 1}
 
 
-class LlamaCpp:
+class Vocabulary:
+    """The tokenizer of a model file as llama.cpp reads it. A context manager; not thread-safe."""
+
+    def __init__(self, path: Path | str, *, pre: str | None = None, vocab_only: bool = True) -> None:
+        """Load `path`; with `pre` as if that were its pre-tokenizer. Raises `RuntimeError` when it is refused."""
+        self._lib = library()
+        self._model = None
+        params = self._lib.llama_model_default_params()
+        params.n_gpu_layers, params.vocab_only = 0, vocab_only
+        overrides = (KeyOverride * 2)()
+        if pre is not None:
+            overrides[0] = KeyOverride(KeyOverride.TEXT, b"tokenizer.ggml.pre", 0, pre.encode())
+            params.kv_overrides = ctypes.cast(overrides, Pointer)
+        self._model = self._lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise RuntimeError(f"{path}: llama.cpp refuses to load this file")
+        self._vocab = self._lib.llama_model_get_vocab(self._model)
+        self.n_vocab: int = self._lib.llama_vocab_n_tokens(self._vocab)
+
+    def close(self) -> None:
+        """Free the model. May be called twice."""
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._model = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """Token ids of `text`."""
+        data = text.encode()
+        room = len(data) + 16
+        ids = (ctypes.c_int32 * room)()
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, room, add_special, parse_special)
+        if count < 0:
+            raise RuntimeError(f"llama.cpp needs {-count} places for the ids of {len(data)} bytes of text")
+        return list(ids[:count])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; special tokens as their own text."""
+        buffer = ctypes.create_string_buffer(512)
+        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        if count < 0:
+            raise RuntimeError(f"the text of token {token} takes {-count} bytes, more than {len(buffer)}")
+        return buffer.raw[:count]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+
+class LlamaCpp(Vocabulary):
     """A model loaded by llama.cpp on the CPU. A context manager; not thread-safe.
 
     `kv` is the type of the KV cache ("f16", llama.cpp's default, or "f32"). `flash_attention=None` leaves the
@@ -37,14 +93,9 @@ class LlamaCpp:
         flash_attention: bool | None = None,
     ) -> None:
         """Load `path` with room for `n_ctx` tokens. Raises `RuntimeError` when llama.cpp refuses the file."""
-        self._lib = library()
-        self._model = self._context = None
+        self._context = None
+        super().__init__(path, vocab_only=False)
         self._n_batch = min(n_ctx, 512)
-        model_params = self._lib.llama_model_default_params()
-        model_params.n_gpu_layers = 0
-        self._model = self._lib.llama_model_load_from_file(str(path).encode(), model_params)
-        if not self._model:
-            raise RuntimeError(f"{path}: llama.cpp refuses to load this file")
         params = self._lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, self._n_batch, self._n_batch
         params.n_threads = params.n_threads_batch = threads
@@ -55,24 +106,13 @@ class LlamaCpp:
             self.close()
             raise RuntimeError(f"{path}: llama.cpp cannot make a context of {n_ctx} tokens for this file")
         self._n_ctx = n_ctx
-        self._vocab = self._lib.llama_model_get_vocab(self._model)
-        self.n_vocab: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
     def close(self) -> None:
-        """Free the model. May be called twice."""
+        """Free the context and the model. May be called twice."""
         if self._context:
             self._lib.llama_free(self._context)
-        if self._model:
-            self._lib.llama_model_free(self._model)
-        self._context = self._model = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._context = None
+        super().close()
 
     def logits(self, tokens: Sequence[int], positions: Sequence[int] | None = None) -> F32Array:
         """Teacher-forced logits `[len(positions), n_vocab]` after each of `positions` (default: all)."""
@@ -109,28 +149,6 @@ class LlamaCpp:
             self._decode([token], position, [0])
             last = 0
         return answer
-
-    def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        data = text.encode()
-        room = len(data) + 16
-        ids = (ctypes.c_int32 * room)()
-        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, room, add_special, parse_special)
-        if count < 0:
-            raise RuntimeError(f"llama.cpp needs {-count} places for the ids of {len(data)} bytes of text")
-        return list(ids[:count])
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes that `token` stands for; special tokens as their own text."""
-        buffer = ctypes.create_string_buffer(512)
-        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
-        if count < 0:
-            raise RuntimeError(f"the text of token {token} takes {-count} bytes, more than {len(buffer)}")
-        return buffer.raw[:count]
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def _forget(self) -> None:
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)

@@ -1,5 +1,7 @@
 """Rows of floats to quantised blocks by llama.cpp's own quantisers: real weights for every tensor type."""
 
+import hashlib
+
 import gguf
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +39,7 @@ def quantise(rows: F32Array, name: str) -> U8Array:
     Types that want an importance matrix get a flat one. Raises `ValueError` if a row is not whole blocks.
     """
     kind = gguf.GGMLQuantizationType[name]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
     columns = rows.shape[-1]
     if columns % block:
         raise ValueError(f"rows of {columns} are not a whole number of {name} blocks of {block}")
@@ -46,9 +48,34 @@ def quantise(rows: F32Array, name: str) -> U8Array:
     if name in ("F16", "BF16"):
         packed: U8Array = gguf.quants.quantize(rows, kind).view(np.uint8)
         return packed
+    if rows.ndim == 3:
+        return _quantise_experts(rows, name)
+    return _quantise(np.ascontiguousarray(rows, dtype=np.float32), name)
+
+
+# By type: the blocks of each row of experts, under a digest of its floats.
+_rows: dict[str, dict[bytes, bytes]] = {}
+
+
+def _quantise_experts(experts: F32Array, name: str) -> U8Array:
+    """Each row is quantised by itself, so one that was seen before need not be again."""
+    flat = np.ascontiguousarray(experts, dtype=np.float32).reshape(-1, experts.shape[-1])
+    digests = [hashlib.blake2b(row, digest_size=16).digest() for row in flat]
+    known = _rows.setdefault(name, {})
+    new = {digest: index for index, digest in enumerate(digests) if digest not in known}
+    if new:
+        blocks = _quantise(flat[list(new.values())], name)
+        known.update((digest, row.tobytes()) for digest, row in zip(new, blocks, strict=True))
+    joined = np.frombuffer(b"".join([known[digest] for digest in digests]), dtype=np.uint8)
+    return joined.reshape(*experts.shape[:-1], -1)
+
+
+def _quantise(source: F32Array, name: str) -> U8Array:
+    kind = gguf.GGMLQuantizationType[name]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    columns = source.shape[-1]
     lib = library()
-    source = np.ascontiguousarray(rows, dtype=np.float32)
-    out = np.zeros((*rows.shape[:-1], columns // block * block_bytes), dtype=np.uint8)
+    out = np.zeros((*source.shape[:-1], columns // block * block_bytes), dtype=np.uint8)
     flat = np.ones(columns, dtype=np.float32)
     importance = flat.ctypes.data if lib.ggml_quantize_requires_imatrix(kind) else None
     count = source.size // columns

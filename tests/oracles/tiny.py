@@ -440,12 +440,23 @@ MOE_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.e
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A GGUF file, and the float32 transformers model whose weights are what the file's blocks stand for."""
+    """A GGUF file, and what it was made from."""
 
     path: Path
-    hf_model: "PreTrainedModel"
+    arch: str
     config: Mapping[str, Any]
     vocab_size: int = VOCAB_SIZE
+
+    @property
+    def hf_model(self) -> "PreTrainedModel":
+        """The float32 transformers model whose weights are what the file's blocks stand for, made anew each time."""
+        family = _FAMILIES[self.arch]
+        model = _hf_model(family, self.config)
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(self.path).tensors}
+        with torch.no_grad():
+            for tensor in _tensors(family, self.config, model.state_dict()):
+                tensor.read(stored[tensor.name])
+        return model
 
 
 def tiny_gguf(path: Path, arch: str, quant: str = "F32", seed: int = 0, **overrides: Any) -> TinyModel:
@@ -466,7 +477,7 @@ def tiny_gguf(path: Path, arch: str, quant: str = "F32", seed: int = 0, **overri
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return TinyModel(path, model, config)
+    return TinyModel(path, arch, config)
 
 
 def tiny_hf_model(
@@ -479,10 +490,10 @@ def tiny_hf_model(
         config |= _WIDE | {name: 256 for name in config if name.endswith("intermediate_size")}
         config |= family.wide
     config |= overrides
-    return _random_hf_model(family, config, seed), config
+    return _random_hf_model(family, config, seed, wide=wide), config
 
 
-def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "PreTrainedModel":
+def _hf_model(family: _Family, config: Mapping[str, Any]) -> "PreTrainedModel":
     import transformers
 
     kind = getattr(transformers, f"{family.hf}TextConfig", None) or getattr(
@@ -492,13 +503,39 @@ def _random_hf_model(family: _Family, config: Mapping[str, Any], seed: int) -> "
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
     model: PreTrainedModel = getattr(transformers, f"{family.hf}ForCausalLM")(hf_config).float().eval()
+    return model
+
+
+def _random_hf_model(
+    family: _Family, config: Mapping[str, Any], seed: int, *, wide: bool
+) -> "PreTrainedModel":
+    model = _hf_model(family, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            noise = torch.randn(value.shape, generator=generator)
+            if wide and value.ndim == 3 and "experts" in name:
+                noise = _pooled(family, value.shape, generator)
+            else:
+                noise = torch.randn(value.shape, generator=generator)
             value.copy_(_scaled(name, noise, centred=_zero_centred(family, name)))
         _lean_to_experts_and_successors(model.state_dict(), generator)
     return model
+
+
+_POOL = 1024
+
+
+def _pooled(family: _Family, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Gaussian experts whose rows, as they lie in the file, are all from one pool: no two of a matrix are the same.
+
+    Quantising is most of the work of making a model, and `quantise` does it once for each row.
+    """
+    turned = family.experts is _interleaved_experts
+    experts, rows, columns = (shape[0], shape[2], shape[1]) if turned else shape
+    pool = torch.randn((_POOL, columns), generator=torch.Generator().manual_seed(columns))
+    picked = torch.rand((experts, _POOL), generator=generator).argsort(dim=1)[:, :rows]
+    noise = pool[picked]
+    return noise.transpose(1, 2) if turned else noise
 
 
 _ROUTERS = ("router.proj.weight", "mlp.gate.weight", "mlp.router.weight", "sparse_moe.router.weight")
@@ -601,7 +638,7 @@ class _Tensor:
     changed: str = ""  # "+1" or "-exp": what the file holds of each number
 
     def write(self, writer: gguf.GGUFWriter, quant: str) -> None:
-        """Write it, and put back into the transformers model exactly the values that were stored."""
+        """Add it to a file whose matrices are of type `quant`."""
         kind = "F32" if self._stays_f32() else storage_type(quant, self.source.shape[-1])
         stored = self._to_file()
         data = quantise(stored.contiguous().numpy(), kind)
@@ -609,8 +646,11 @@ class _Tensor:
             writer.add_tensor(self.name, data.view(np.float32))
         else:
             writer.add_tensor(self.name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-        with torch.no_grad():
-            self._from_file(torch.from_numpy(dequantise(data, kind)))
+
+    def read(self, stored: gguf.ReaderTensor) -> None:
+        """Put into the transformers model exactly the values that a file holds."""
+        data = np.ascontiguousarray(stored.data).view(np.uint8)
+        self._from_file(torch.from_numpy(dequantise(data, stored.tensor_type.name)))
 
     def _stays_f32(self) -> bool:
         vector = self.source.ndim == 1 or self.name.endswith(".bias")
