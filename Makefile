@@ -2,6 +2,8 @@
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
+# Processes that test at once; each may hold 1.5 GB.
+JOBS    ?= 2
 CHECKED := src tests demo
 PIP     := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
@@ -29,10 +31,10 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 test-fast: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 clean:
 	rm -rf build $(VENV)

@@ -1,9 +1,11 @@
 """Models that several test files need, each made once per session or kept in the user's cache."""
 
+import fcntl
 import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,15 @@ def _on_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
+@contextmanager
+def alone_in(cache: Path) -> Iterator[None]:
+    """Of the processes that test at once, one downloads and builds; the others wait, and find it done."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, dense, Q4_1: downloaded into the cache once. Skips where it cannot be fetched."""
@@ -44,7 +55,8 @@ def smollm2_gguf() -> Path:
     from smollm2 import DemoError, default_cache, fetch
 
     try:
-        return fetch(default_cache())
+        with alone_in(default_cache()):
+            return fetch(default_cache())
     except DemoError as error:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be downloaded: {error}")
 
@@ -66,10 +78,11 @@ def demo_gguf(smollm2_gguf: Path) -> Path:
 
     cache = smollm2_gguf.parent
     out = cache / f"demo-{DEMO_EXPERTS}-{_builder_digest()}.gguf"
-    for stale in cache.glob(f"demo-{DEMO_EXPERTS}-*.gguf"):
-        if stale != out:
-            stale.unlink()
-    build(out, DEMO_EXPERTS, cache)
+    with alone_in(cache):
+        for stale in cache.glob(f"demo-{DEMO_EXPERTS}-*.gguf"):
+            if stale != out:
+                stale.unlink()
+        build(out, DEMO_EXPERTS, cache)
     return out
 
 
@@ -81,13 +94,14 @@ def demo_pack(smollm2_gguf: Path) -> Path:
 
     cache = smollm2_gguf.parent
     out = cache / f"demo-32-{_builder_digest()}.lmpack"
-    for stale in cache.glob("demo-32-*.lmpack"):
-        if stale != out:
-            shutil.rmtree(stale)
-    if not out.exists():
-        gguf = cache / "demo-32.gguf"
-        build(gguf, 32, cache)
-        pack_gguf(gguf, out, consume=True)
+    with alone_in(cache):
+        for stale in cache.glob("demo-32-*.lmpack"):
+            if stale != out:
+                shutil.rmtree(stale)
+        if not out.exists():
+            gguf = cache / "demo-32.gguf"
+            build(gguf, 32, cache)
+            pack_gguf(gguf, out, consume=True)
     return out
 
 

@@ -1,7 +1,9 @@
 """Token ids and text: what llama.cpp gives for the same file, and clear errors for files that make no sense."""
 
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -305,3 +307,18 @@ def test_scores_must_be_finite() -> None:
     metadata["tokenizer.ggml.scores"][300 - 1] = float("nan")
     with pytest.raises(FormatError, match="finite"):
         Tokenizer.from_metadata(metadata)
+
+
+@pytest.mark.parametrize("metadata", [fixtures.trained_metadata("qwen2"), fixtures.sentencepiece_metadata()])
+def test_a_tokenizer_that_is_dropped_is_freed_at_once(metadata: dict[str, Any]) -> None:
+    """One of 250,000 tokens is 100 MB, which the next model's budget does not have."""
+    gc.disable()
+    try:
+        tokenizer = Tokenizer.from_metadata(metadata)
+        parts = weakref.ref(tokenizer), weakref.ref(tokenizer._encoder)
+        ids = tokenizer.encode("hello there", add_special=False)
+        assert tokenizer.decode(ids) == "hello there"
+        del tokenizer
+        assert [part() for part in parts] == [None, None]
+    finally:
+        gc.enable()

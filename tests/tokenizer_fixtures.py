@@ -21,6 +21,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from model_fixtures import alone_in
+
 CACHE = Path.home() / ".cache" / "leanmoe"
 SDIST = "llama-cpp-python==0.3.36"
 WIDTH = 32
@@ -236,16 +238,20 @@ def write_model(path: Path, metadata: Mapping[str, Any]) -> Path:
 def llama_cpp_models() -> Path:
     """The folder of llama.cpp's own vocabularies and templates, fetched once through pip; skips if it cannot be."""
     folder = CACHE / SDIST.replace("==", "-") / "models"
-    if folder.is_dir():
-        return folder
-    CACHE.mkdir(parents=True, exist_ok=True)
+    with alone_in(CACHE):
+        if not folder.is_dir():
+            _fetch_llama_cpp(folder.parent)
+    return folder
+
+
+def _fetch_llama_cpp(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
     command += ["--no-build-isolation", "--dest", str(CACHE), SDIST]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = list(CACHE.glob("llama_cpp_python-*.tar.gz"))
     if done.returncode or not archives:
         pytest.skip(f"pip could not fetch {SDIST}: {done.stderr.strip()[-200:]}")
-    partial = CACHE / f"{folder.parent.name}.partial"
+    partial = CACHE / f"{folder.name}.partial"
     with tarfile.open(archives[0]) as archive:
         for member in archive:
             name = member.name.partition("/vendor/llama.cpp/")[2]
@@ -253,5 +259,4 @@ def llama_cpp_models() -> Path:
                 member.name = name
                 archive.extract(member, partial, filter="data")
     archives[0].unlink()
-    partial.rename(folder.parent)
-    return folder
+    partial.rename(folder)

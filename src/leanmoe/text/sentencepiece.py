@@ -7,7 +7,7 @@ among equals; the two differ on runs such as "aaaa", hence a merge loop of our o
 import heapq
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 SPACE = "▁"
 
@@ -17,13 +17,12 @@ class SentencePieceBpe:
 
     def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown_id: int) -> None:
         """`scores[id]` is the token's score, higher merges first. A byte without a token is `unknown_id`."""
-        self._ids = ids
-        self._scores = scores
-        self._bytes = [
+        byte_ids = [
             ids.get(f"<0x{byte:02X}>", ids.get(chr(byte), unknown_id) if byte < 128 else unknown_id)
             for byte in range(256)
         ]
         self._boundary = re.compile(_boundary_pattern(ids))
+        self._encode_word = partial(_encode_word, ids, scores, byte_ids)
         self._cached_word = lru_cache(maxsize=1 << 14)(self._encode_word)
 
     def encode(self, text: str) -> list[int]:
@@ -34,39 +33,42 @@ class SentencePieceBpe:
             ids.extend(self._cached_word(word) if len(word) <= 64 else self._encode_word(word))
         return ids
 
-    def _encode_word(self, word: str) -> tuple[int, ...]:
-        """Merges neighbours, best score first and leftmost among equals, until no two make a token."""
-        pieces = list(word)
-        after = list(range(1, len(pieces) + 1))
-        before = list(range(-1, len(pieces) - 1))
-        queue: list[tuple[float, int, int, str]] = []
 
-        def offer(left: int, right: int) -> None:
-            if left >= 0 and right < len(pieces):
-                merged = pieces[left] + pieces[right]
-                token = self._ids.get(merged)
-                if token is not None:
-                    heapq.heappush(queue, (-self._scores[token], left, right, merged))
+def _encode_word(
+    tokens: Mapping[str, int], scores: Sequence[float], byte_ids: Sequence[int], word: str
+) -> tuple[int, ...]:
+    """Merges neighbours, best score first and leftmost among equals, until no two make a token."""
+    pieces = list(word)
+    after = list(range(1, len(pieces) + 1))
+    before = list(range(-1, len(pieces) - 1))
+    queue: list[tuple[float, int, int, str]] = []
 
-        for left in range(len(pieces) - 1):
-            offer(left, left + 1)
-        while queue:
-            _, left, right, merged = heapq.heappop(queue)
-            if not pieces[left] or not pieces[right] or len(pieces[left]) + len(pieces[right]) != len(merged):
-                continue
-            pieces[left], pieces[right] = merged, ""
-            after[left] = after[right]
-            if after[left] < len(pieces):
-                before[after[left]] = left
-            offer(before[left], left)
-            offer(left, after[left])
+    def offer(left: int, right: int) -> None:
+        if left >= 0 and right < len(pieces):
+            merged = pieces[left] + pieces[right]
+            token = tokens.get(merged)
+            if token is not None:
+                heapq.heappush(queue, (-scores[token], left, right, merged))
 
-        ids: list[int] = []
-        for piece in pieces:
-            if piece:
-                token = self._ids.get(piece)
-                ids.extend([token] if token is not None else [self._bytes[byte] for byte in piece.encode()])
-        return tuple(ids)
+    for left in range(len(pieces) - 1):
+        offer(left, left + 1)
+    while queue:
+        _, left, right, merged = heapq.heappop(queue)
+        if not pieces[left] or not pieces[right] or len(pieces[left]) + len(pieces[right]) != len(merged):
+            continue
+        pieces[left], pieces[right] = merged, ""
+        after[left] = after[right]
+        if after[left] < len(pieces):
+            before[after[left]] = left
+        offer(before[left], left)
+        offer(left, after[left])
+
+    ids: list[int] = []
+    for piece in pieces:
+        if piece:
+            token = tokens.get(piece)
+            ids.extend([token] if token is not None else [byte_ids[byte] for byte in piece.encode()])
+    return tuple(ids)
 
 
 def _boundary_pattern(ids: Mapping[str, int]) -> str:

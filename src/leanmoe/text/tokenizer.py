@@ -9,7 +9,7 @@ llama.cpp.
 
 import logging
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from leanmoe.errors import FormatError, UnsupportedError
@@ -48,7 +48,8 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.stop_ids = vocabulary.stop_ids
         self.vocab_size = len(vocabulary.tokens)
-        self._cached_bytes = lru_cache(maxsize=1 << 15)(self._read_bytes)
+        # Not of a method: the cache would keep the tokenizer alive, and be kept by it.
+        self._cached_bytes = lru_cache(maxsize=1 << 15)(partial(_token_bytes, vocabulary, encoder))
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
@@ -160,7 +161,7 @@ class Tokenizer:
 
         Raises `IndexError` for an id outside the vocabulary.
         """
-        return self._cached_bytes(token)
+        return self._cached_bytes(self._checked(token))
 
     def token_text(self, token: int) -> str:
         """A token as the vocabulary spells it (`Ġ` or `▁` for a space). Raises `IndexError` for a bad id."""
@@ -177,18 +178,6 @@ class Tokenizer:
 
     def _visible_bytes(self, token: int) -> bytes:
         return b"" if self._vocabulary.is_kind(self._checked(token), _SPECIAL) else self.token_bytes(token)
-
-    def _read_bytes(self, token: int) -> bytes:
-        text = self.token_text(token)
-        if self._vocabulary.is_kind(token, _SPECIAL | Kind.USER_DEFINED):
-            return text.encode(errors="replace")
-        if self._vocabulary.is_kind(token, Kind.NORMAL):
-            if isinstance(self._encoder, ByteLevelBpe):
-                return self._encoder.token_bytes(text)
-            return text.replace(SPACE, " ").encode(errors="replace")
-        if self._vocabulary.is_kind(token, Kind.BYTE):
-            return _named_byte(text)
-        return b""
 
     def _split_special(self, text: str, parse_special: bool) -> list[str | int]:
         """Cuts special tokens out of `text`, longest first; pieces of text between them are never empty."""
@@ -208,6 +197,21 @@ class Tokenizer:
                     cut += [token, piece] if piece else [token]
             parts = cut
         return parts
+
+
+def _token_bytes(
+    vocabulary: Vocabulary, encoder: ByteLevelBpe | CharacterBpe | SentencePieceBpe, token: int
+) -> bytes:
+    text = vocabulary.tokens[token]
+    if vocabulary.is_kind(token, _SPECIAL | Kind.USER_DEFINED):
+        return text.encode(errors="replace")
+    if vocabulary.is_kind(token, Kind.NORMAL):
+        if isinstance(encoder, ByteLevelBpe):
+            return encoder.token_bytes(text)
+        return text.replace(SPACE, " ").encode(errors="replace")
+    if vocabulary.is_kind(token, Kind.BYTE):
+        return _named_byte(text)
+    return b""
 
 
 def _adds(metadata: Mapping[str, Any], name: str, default: bool, token: int | None) -> bool:
