@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from leanmoe.errors import FormatError
-from leanmoe.kernels.types import Gating
+
+if TYPE_CHECKING:  # a plan is made without torch, which the kernels import
+    from leanmoe.kernels.types import Gating
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
@@ -247,7 +249,7 @@ class RouterSpec:
 
     experts: int
     top_k: int
-    gating: Gating = "softmax"
+    gating: "Gating" = "softmax"
     renormalise: bool = True
     scale: float = 1.0
     groups: int = 1

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from leanmoe.errors import FormatError, UnsupportedError
 from leanmoe.formats.gguf import GGUFFile
-from leanmoe.kernels.types import Gating
 from leanmoe.models.spec import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -20,7 +19,10 @@ from leanmoe.models.spec import (
     YarnRange,
 )
 
-_GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "chosen_softmax", 4: "sqrt_softplus"}
+if TYPE_CHECKING:
+    from leanmoe.kernels.types import Gating
+
+_GATINGS: dict[int, "Gating"] = {1: "softmax", 2: "sigmoid", 3: "chosen_softmax", 4: "sqrt_softplus"}
 
 
 def read_rope(
@@ -117,7 +119,7 @@ def read_sliding(meta: Metadata, layers: int, period: int) -> list[bool]:
 
 
 def read_router(
-    meta: Metadata, *, renormalise: bool | None = None, gating: Gating = "softmax"
+    meta: Metadata, *, renormalise: bool | None = None, gating: "Gating" = "softmax"
 ) -> RouterSpec | None:
     """Router keys; None for a model without routed experts.
 
