@@ -201,6 +201,8 @@ def test_llama_completion_is_read_whether_it_ended_or_was_interrupted(tmp_path: 
     assert not cut["finished"]
     with pytest.raises(LeanError, match="cannot load"):
         rival.read(finished(stderr="error: cannot load"))
+    assert rival.stdin(TASK) is None  # with text there, it prints no times
+    assert Lean(Path("p")).stdin(TASK) == TASK.prompt
     words = rival.command(TASK, None, REPACKED)
     assert words[words.index("-n") + 1] == "5"
     assert words[-5:] == ["-ub", "2048", "--load-mode", "mmap", "--repack"]

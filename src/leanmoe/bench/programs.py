@@ -59,7 +59,10 @@ class Program(Protocol):
     files: Path
 
     def command(self, task: Task, limit: int | None, setting: Setting | None) -> list[str]:
-        """What to run for `task`; the prompt comes on standard input."""
+        """What to run for `task`."""
+
+    def stdin(self, task: Task) -> Path | None:
+        """The file that standard input comes from, if any."""
 
     def read(self, done: Finished) -> Record:
         """The record of a run: rates, counts and times. Raises `LeanError` if it has none."""
@@ -78,6 +81,10 @@ class Lean:
         words += [] if limit is None else ["--memory", str(limit)]
         words += ["--random", str(task.prompt_tokens)] if task.prompt is None else []
         return words + (["--warm"] if task.warm else [])
+
+    def stdin(self, task: Task) -> Path | None:
+        """The prompt."""
+        return task.prompt
 
     def read(self, done: Finished) -> Record:
         """See `Program`."""
@@ -107,6 +114,10 @@ class Wheel:
             words += ["--load", setting.load, *([] if setting.repack else ["--no-repack"])]
         return words + (["--warm"] if task.warm else [])
 
+    def stdin(self, task: Task) -> Path | None:
+        """The prompt."""
+        return task.prompt
+
     def read(self, done: Finished) -> Record:
         """See `Program`."""
         return _json_record(done)
@@ -131,6 +142,10 @@ class Completion:
         if setting is not None:
             words += [*self._modes[setting.load], "--repack" if setting.repack else "--no-repack"]
         return words
+
+    def stdin(self, task: Task) -> Path | None:
+        """None: the prompt is a file, and text on standard input would cost the timings at the end."""
+        return None
 
     def read(self, done: Finished) -> Record:
         """See `Program`. Of an interrupted run, what was finished."""
@@ -174,6 +189,10 @@ class LlamaBench:
         if setting is not None:
             words += [*self._modes[setting.load], "--repack", str(int(setting.repack))]
         return words + self.extra
+
+    def stdin(self, task: Task) -> Path | None:
+        """None: it makes its own tokens."""
+        return None
 
     def read(self, done: Finished) -> Record:
         """See `Program`. Of an interrupted run, the tests that were finished."""

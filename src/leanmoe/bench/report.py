@@ -13,7 +13,7 @@ from leanmoe.bench.programs import Program, Record
 from leanmoe.bench.turns import RATES, Plan
 from leanmoe.units import format_bytes
 
-_HEAD = ["memory limit", "engine", "prompt, tokens/s", "decode, tokens/s", "peak memory"]
+_HEAD = ["memory limit", "engine", "prompt, tokens/s", "decode, tokens/s", "whole run, s", "peak memory"]
 _COUNTS = ["resident", "hit rate", "read a token", "disk while reading"]
 
 
@@ -26,6 +26,7 @@ def markdown(results: Sequence[Record]) -> str:
             rows.append([*row, r["failed"], *[""] * (len(rows[0]) - 3)])
             continue
         row += [_rate(r, phase) for phase in ("prompt", "decode")]
+        row += [f"{r['wall_seconds']:.1f}" if "wall_seconds" in r else ""]
         row += [format_bytes(int(r["memory_peak"])), *_counts(r)]
         rows.append(row)
     return _table(rows)

@@ -33,7 +33,7 @@ def run_once(
     """One cold run of at most `seconds`; its record, or why there is none."""
     drop_from_page_cache(program.files)
     with memory_limit(limit) as group:
-        done = group.run(program.command(task, limit, setting), stdin=task.prompt, seconds=seconds)
+        done = group.run(program.command(task, limit, setting), stdin=program.stdin(task), seconds=seconds)
         if group.killed():
             return "killed: out of memory"
     if done.returncode == -9 and done.in_time:
