@@ -52,9 +52,11 @@ def test_every_kind_of_code_point_is_classified_as_llama_cpp_does(pre: str) -> N
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_real_vocabulary_gives_the_ids_of_llama_cpp(name: str, models: Path) -> None:
+def test_real_vocabulary_gives_the_ids_of_llama_cpp(name: str, models: Path, tmp_path: Path) -> None:
     """Real merges and special tokens, on real text and on random text."""
-    path = models / f"ggml-vocab-{name}.gguf"
+    metadata = read_gguf(models / f"ggml-vocab-{name}.gguf").metadata
+    # A file without the model's name: by it llama.cpp drops spaces after some tokens of Phi-3.
+    file = fixtures.write_model(tmp_path / "vocabulary.gguf", metadata)
     specials = (
         "<|im_end|>",
         "<|endoftext|>",
@@ -68,7 +70,7 @@ def test_real_vocabulary_gives_the_ids_of_llama_cpp(name: str, models: Path) -> 
         "   ",
     )
     texts = [*fixtures.TEXTS, *fuzz(200, seed=4, specials=specials)]
-    assert_same_as_llama_cpp(read_gguf(path).metadata, path, texts)
+    assert_same_as_llama_cpp(metadata, file, texts)
 
 
 @pytest.mark.parametrize(
