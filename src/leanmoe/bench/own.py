@@ -6,7 +6,6 @@ says how far it came.
 
 import argparse
 import json
-import math
 import signal
 import sys
 import time
@@ -32,15 +31,16 @@ def _text(path: Path, config: EngineConfig, prompt: str, tokens: int, warm: bool
             llm.load_all()
         stream = llm.stream(prompt, max_tokens=tokens + 1, temperature=0, ignore_eos=True)
         signal.signal(signal.SIGINT, lambda signum, frame: stream.cancel())
+        at_chunks = [0.0]
         with clocked() as clock:
-            first = next(stream, "")
-            in_prompt = clock.seconds if stream.tokens <= 1 else math.nan
-            rest = "".join(stream)
+            stream.watch_prompt(lambda done, total: at_chunks.append(clock.seconds))
+            text = "".join(stream)
+        in_prompt = at_chunks[-1]
         done = stream.completion
         assert done is not None
         usage, fed = done.usage, max(1, done.usage.completion_tokens - 1)
         record = {
-            "text": first + rest,
+            "text": text,
             "prompt_tokens": usage.prompt_tokens,
             "decode_tokens": usage.completion_tokens - 1,
             "finished": done.finish_reason != "cancelled",
