@@ -195,8 +195,13 @@ def test_llama_completion_is_read_whether_it_ended_or_was_interrupted(tmp_path: 
     assert record["text"] == " and so on"
     assert (record["prompt_tokens_per_second"], record["decode_tokens_per_second"]) == (50, 10)
     cut = rival.read(
-        finished(stderr=COMPLETION.replace("4000.00 ms /    40", "0.00 ms /     0"), in_time=False)
+        finished(
+            stdout=" and so\nInterrupted by user\n",
+            stderr=COMPLETION.replace("4000.00 ms /    40", "0.00 ms /     0"),
+            in_time=False,
+        )
     )
+    assert cut["text"] == " and so"
     assert cut["decode_tokens_per_second"] is None
     assert not cut["finished"]
     with pytest.raises(LeanError, match="cannot load"):

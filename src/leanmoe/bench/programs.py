@@ -125,6 +125,8 @@ class Wheel:
 
 _TIMES = re.compile(r"^.*?(prompt )?eval time =\s*([\d.]+) ms /\s*(\d+) (?:tokens|runs)", re.MULTILINE)
 
+_STOPPED = "\nInterrupted by user"  # stands behind the text of an interrupted run
+
 
 class Completion:
     """`llama-completion`: a greedy continuation of the prompt by a llama.cpp that was built for this machine."""
@@ -157,7 +159,7 @@ class Completion:
             raise LeanError(_last_words(done))
         (prompt_seconds, prompted), (seconds, fed) = found["prompt"], found.get("decode", (0.0, 0))
         return {
-            "text": done.stdout.split("common_perf_print", 1)[0].strip("\n"),
+            "text": done.stdout.split("common_perf_print", 1)[0].strip("\n").removesuffix(_STOPPED),
             "finished": done.in_time,
             "prompt_tokens": prompted,
             "decode_tokens": fed,
