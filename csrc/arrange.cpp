@@ -18,14 +18,6 @@ constexpr Entry ENTRIES[] = {
     {Q5_K, {44, 0, false}}, {Q6_K, {52, 2, false}},
 };
 
-struct Geometry {
-    int64_t words_at;  // in a canonical block
-    int64_t rest_at;
-    int64_t block_bytes;
-    explicit Geometry(const StripFormat& f)
-        : words_at(f.rest_first ? f.rest : 0), rest_at(f.rest_first ? 0 : 4 * f.words), block_bytes(4 * f.words + f.rest) {}
-};
-
 }  // namespace
 
 const StripFormat* find_strip_format(int32_t qtype) {
@@ -35,25 +27,23 @@ const StripFormat* find_strip_format(int32_t qtype) {
 }
 
 void arrange_strip(const StripFormat& format, int64_t blocks, const uint8_t* from, uint8_t* to) {
-    const Geometry g(format);
-    const int64_t row_bytes = blocks * g.block_bytes;
+    const int64_t row_bytes = blocks * format.block_bytes();
     uint8_t* rest = to + strip_words_bytes(format, blocks);
-    for (int64_t b = 0; b < blocks; ++b, from += g.block_bytes) {
+    for (int64_t b = 0; b < blocks; ++b, from += format.block_bytes()) {
         for (int64_t w = 0; w < format.words; ++w)
             for (int64_t r = 0; r < STRIP; ++r, to += 4)
-                std::memcpy(to, from + r * row_bytes + g.words_at + 4 * w, 4);
+                std::memcpy(to, from + r * row_bytes + format.words_at() + 4 * w, 4);
         for (int64_t r = 0; r < (format.rest ? STRIP : 0); ++r, rest += format.rest)
-            for (int64_t i = 0; i < format.rest; ++i) rest[i] = from[r * row_bytes + g.rest_at + i];
+            for (int64_t i = 0; i < format.rest; ++i) rest[i] = from[r * row_bytes + format.rest_at() + i];
     }
 }
 
 void extract_row(const StripFormat& format, int64_t blocks, const uint8_t* strip, int64_t r, uint8_t* row) {
-    const Geometry g(format);
     const uint8_t* rest = strip + strip_words_bytes(format, blocks) + r * format.rest;
     strip += 4 * r;
-    for (int64_t b = 0; b < blocks; ++b, row += g.block_bytes, rest += STRIP * format.rest) {
-        for (int64_t w = 0; w < format.words; ++w, strip += 4 * STRIP) std::memcpy(row + g.words_at + 4 * w, strip, 4);
-        for (int64_t i = 0; i < format.rest; ++i) row[g.rest_at + i] = rest[i];
+    for (int64_t b = 0; b < blocks; ++b, row += format.block_bytes(), rest += STRIP * format.rest) {
+        for (int64_t w = 0; w < format.words; ++w, strip += 4 * STRIP) std::memcpy(row + format.words_at() + 4 * w, strip, 4);
+        for (int64_t i = 0; i < format.rest; ++i) row[format.rest_at() + i] = rest[i];
     }
 }
 

@@ -4,7 +4,7 @@
 #include "delta.h"
 #include "encode.h"
 #include "rows16.h"
-#include "x86.h"
+#include "x512.h"
 
 namespace lean {
 namespace {
@@ -13,7 +13,6 @@ namespace {
 // lets the weights be signed.
 constexpr int BIAS = 128;
 
-LEAN_INLINE __m512i load512(const void* p) { return _mm512_loadu_si512(p); }
 LEAN_INLINE __m512i twice(const void* p) { return _mm512_broadcast_i64x4(load256(p)); }
 
 // Shift counts: the lower and the upper 256 bits, or each 128 bits, have their own.
@@ -21,11 +20,6 @@ LEAN_INLINE __m512i halves(int a, int b) {
     return _mm512_set_epi32(b, b, b, b, b, b, b, b, a, a, a, a, a, a, a, a);
 }
 LEAN_INLINE __m512i nibble_counts() { return _mm512_set_epi32(4, 4, 4, 4, 0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0); }
-
-LEAN_INLINE __m512i bytes512(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
-
-// (a & mask) | b
-LEAN_INLINE __m512i mask_or(__m512i a, __m512i mask, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xea); }
 
 LEAN_INLINE __m512 scale512(const uint8_t* p) { return _mm512_set1_ps(half_float(p)); }
 

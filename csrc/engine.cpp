@@ -88,6 +88,20 @@ void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* 
         }
 }
 
+// Rows [begin, end) of a product with `tokens` activation rows, act(t), each stored from begin on in its row out(t).
+template <class ActOf, class OutOf>
+void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t tokens, ActOf&& act, OutOf&& out) {
+    TileBuffer tile;
+    const uint8_t* rows[TILE];
+    for (int64_t first = 0; first < tokens; first += TILE) {
+        const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
+        for (int t = 0; t < n; ++t) rows[t] = act(first + t);
+        multiply_tile(w, begin, end, rows, n, tile);
+        for (int t = 0; t < n; ++t)
+            std::memcpy(out(first + t) + begin, tile[t], static_cast<size_t>(end - begin) * sizeof(float));
+    }
+}
+
 // Splits the calls' pairs into waves whose hidden rows fit a bounded buffer.
 template <class F> void for_each_wave(const FfnCall& call, int64_t limit, F&& run) {
     std::vector<Part> parts;
@@ -220,16 +234,10 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const
     pool_->parallel_for(count * chunks, [&](int64_t task) {
         const int64_t which = task / chunks, begin = task % chunks * chunk, end = std::min(begin + chunk, matrix.rows);
         const int64_t above = which * matrix.rows;
-        TileBuffer tile;
-        const uint8_t* rows[TILE];
-        for (int64_t first = 0; first < tokens; first += TILE) {
-            const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
-            for (int t = 0; t < n; ++t) rows[t] = act + static_cast<size_t>((first + t) * count + which) * stride;
-            multiply_tile(op, above + begin, above + end, rows, n, tile);
-            for (int t = 0; t < n; ++t)
-                std::memcpy(out + (first + t) * count * matrix.rows + above + begin, tile[t],
-                            static_cast<size_t>(end - begin) * sizeof(float));
-        }
+        multiply_rows(
+            op, above + begin, above + end, tokens,
+            [&](int64_t t) { return act + static_cast<size_t>(t * count + which) * stride; },
+            [&](int64_t t) { return out + t * count * matrix.rows; });
     });
 }
 
@@ -273,16 +281,9 @@ void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x,
         const int64_t rows = group[i].matrix.rows, begin = (task - (i == 0 ? 0 : ends[i - 1])) * chunk;
         const int64_t end = std::min(begin + chunk, rows);
         const size_t stride = act_stride(operands[i].kernel->partner, cols);
-        TileBuffer tile;
-        const uint8_t* tokens_of[TILE];
-        for (int64_t first = 0; first < tokens; first += TILE) {
-            const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
-            for (int t = 0; t < n; ++t) tokens_of[t] = act + places[i] + static_cast<size_t>(first + t) * stride;
-            multiply_tile(operands[i], begin, end, tokens_of, n, tile);
-            for (int t = 0; t < n; ++t)
-                std::memcpy(out[i] + (first + t) * rows + begin, tile[t],
-                            static_cast<size_t>(end - begin) * sizeof(float));
-        }
+        multiply_rows(
+            operands[i], begin, end, tokens, [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
+            [&](int64_t t) { return out[i] + t * rows; });
     });
 }
 
@@ -368,17 +369,10 @@ void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* part
     pool_->parallel_for(part_count * model_chunks, [&](int64_t task) {
         const Part& part = parts[task / model_chunks];
         const int64_t begin = task % model_chunks * model_chunk, end = std::min(begin + model_chunk, model);
-        const Operand down = operand(table, part.slot, plan.down);
-        TileBuffer tile;
-        const uint8_t* rows[TILE];
-        for (int64_t i = 0; i < part.count; i += TILE) {
-            const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
-            for (int t = 0; t < n; ++t) rows[t] = hidden_act + stride * static_cast<size_t>(part.hidden + i + t);
-            multiply_tile(down, begin, end, rows, n, tile);
-            for (int t = 0; t < n; ++t)
-                std::memcpy(call.out + call.dest[part.first + i + t] * model + begin, tile[t],
-                            static_cast<size_t>(end - begin) * sizeof(float));
-        }
+        multiply_rows(
+            operand(table, part.slot, plan.down), begin, end, part.count,
+            [&](int64_t i) { return hidden_act + stride * static_cast<size_t>(part.hidden + i); },
+            [&](int64_t i) { return call.out + call.dest[part.first + i] * model; });
     });
 }
 

@@ -3,7 +3,7 @@
 // of them. Included by that unit alone.
 #pragma once
 #include "strip.h"
-#include "x86.h"
+#include "x512.h"
 
 namespace lean {
 namespace {
@@ -16,8 +16,6 @@ template <int BYTES> LEAN_INLINE void prefetch_strip(const uint8_t* w) {
     for (int i = 0; i < BYTES; i += 64) _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD + i), _MM_HINT_T1);
 }
 
-LEAN_INLINE __m512i word_at(const uint8_t* p) { return _mm512_loadu_si512(p); }
-LEAN_INLINE __m512i every_byte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 LEAN_INLINE __m512i broadcast4(const uint8_t* p) {
     int32_t four;
     memcpy(&four, p, 4);
@@ -34,9 +32,6 @@ LEAN_INLINE __m512 byte_float(__m512i v, int i) {
 LEAN_INLINE __m512 signed_byte_float(__m512i v, int i) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, static_cast<unsigned>(24 - 8 * i)), 24));
 }
-
-// a & mask | b
-LEAN_INLINE __m512i merge(__m512i a, __m512i mask, __m512i b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xea); }
 
 // ---- from the canonical order ------------------------------------------------------------------------------------
 
@@ -68,9 +63,9 @@ LEAN_INLINE void transpose_16x16(__m512i* v) {
 }
 
 inline void arrange_16x16(const StripFormat& format, int64_t blocks, const uint8_t* from, uint8_t* to) {
-    const int64_t block_bytes = 4 * format.words + format.rest, row_bytes = blocks * block_bytes;
-    const uint8_t* words = from + (format.rest_first ? format.rest : 0);
-    const uint8_t* rest = from + (format.rest_first ? 0 : 4 * format.words);
+    const int64_t block_bytes = format.block_bytes(), row_bytes = blocks * block_bytes;
+    const uint8_t* words = from + format.words_at();
+    const uint8_t* rest = from + format.rest_at();
     uint8_t* rest_to = to + strip_words_bytes(format, blocks);
     for (int64_t b = 0; b < blocks; ++b, words += block_bytes, rest += block_bytes) {
         for (int64_t w = 0; w < format.words; w += 16) {
@@ -102,14 +97,14 @@ struct HeadK4 {
     __m512i scale[2], min[2];  // bytes: sub-blocks 0 to 3, 4 to 7
     __m512 d, dmin;
     LEAN_INLINE void read(const uint8_t* p) {
-        const __m512i first = word_at(p), a = word_at(p + 64), b = word_at(p + 128), c = word_at(p + 192);
+        const __m512i first = load512(p), a = load512(p + 64), b = load512(p + 128), c = load512(p + 192);
         d = low_half(first);
         dmin = high_half(first);
-        const __m512i six = every_byte(0x3f), four = every_byte(0x0f), two = every_byte(0x30);
+        const __m512i six = bytes512(0x3f), four = bytes512(0x0f), two = bytes512(0x30);
         scale[0] = _mm512_and_si512(a, six);
         min[0] = _mm512_and_si512(b, six);
-        scale[1] = merge(c, four, _mm512_and_si512(_mm512_srli_epi32(a, 2), two));
-        min[1] = merge(_mm512_srli_epi32(c, 4), four, _mm512_and_si512(_mm512_srli_epi32(b, 2), two));
+        scale[1] = mask_or(c, four, _mm512_and_si512(_mm512_srli_epi32(a, 2), two));
+        min[1] = mask_or(_mm512_srli_epi32(c, 4), four, _mm512_and_si512(_mm512_srli_epi32(b, 2), two));
     }
 };
 
@@ -123,10 +118,10 @@ template <> struct Strip256<Q4_K> {
     LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
     static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
     template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
-        const __m512i mask = every_byte(15);
+        const __m512i mask = bytes512(15);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
-            const __m512i q = word_at(p + 64 * (4 + 8 * STEP + i));
+            const __m512i q = load512(p + 64 * (4 + 8 * STEP + i));
             w[i] = _mm512_and_si512(q, mask);
             w[8 + i] = _mm512_and_si512(_mm512_srli_epi32(q, 4), mask);
         }
@@ -146,15 +141,15 @@ template <> struct Strip256<Q5_K> {
     template <int BIT> static LEAN_INLINE __m512i high(__m512i h) {  // bit BIT of each byte, as 16
         const __m512i at = BIT <= 4 ? _mm512_slli_epi32(h, static_cast<unsigned>(BIT <= 4 ? 4 - BIT : 0))
                                     : _mm512_srli_epi32(h, static_cast<unsigned>(BIT > 4 ? BIT - 4 : 0));
-        return _mm512_and_si512(at, every_byte(16));
+        return _mm512_and_si512(at, bytes512(16));
     }
     template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
-        const __m512i mask = every_byte(15);
+        const __m512i mask = bytes512(15);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
-            const __m512i q = word_at(p + 64 * (12 + 8 * STEP + i)), h = word_at(p + 64 * (4 + i));
-            w[i] = merge(q, mask, high<2 * STEP>(h));
-            w[8 + i] = merge(_mm512_srli_epi32(q, 4), mask, high<2 * STEP + 1>(h));
+            const __m512i q = load512(p + 64 * (12 + 8 * STEP + i)), h = load512(p + 64 * (4 + i));
+            w[i] = mask_or(q, mask, high<2 * STEP>(h));
+            w[8 + i] = mask_or(_mm512_srli_epi32(q, 4), mask, high<2 * STEP + 1>(h));
         }
     }
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
@@ -172,21 +167,21 @@ template <> struct Strip256<Q6_K> {
     } head;
     LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) head.scale[i] = word_at(p + 64 * (48 + i));
+        for (int i = 0; i < 4; ++i) head.scale[i] = load512(p + 64 * (48 + i));
         head.d = halves16(rest);
     }
     static constexpr int first(int step, int sub) { return 128 * (step / 2) + 32 * sub + 16 * (step % 2); }
     template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
         constexpr int half = STEP / 2, part = 4 * (STEP % 2);
-        const __m512i mask = every_byte(15), two = every_byte(0x30);
+        const __m512i mask = bytes512(15), two = bytes512(0x30);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            const __m512i a = word_at(p + 64 * (16 * half + part + i)), b = word_at(p + 64 * (16 * half + 8 + part + i));
-            const __m512i h = word_at(p + 64 * (32 + 8 * half + part + i));
-            w[i] = merge(a, mask, _mm512_and_si512(_mm512_slli_epi32(h, 4), two));
-            w[4 + i] = merge(b, mask, _mm512_and_si512(_mm512_slli_epi32(h, 2), two));
-            w[8 + i] = merge(_mm512_srli_epi32(a, 4), mask, _mm512_and_si512(h, two));
-            w[12 + i] = merge(_mm512_srli_epi32(b, 4), mask, _mm512_and_si512(_mm512_srli_epi32(h, 2), two));
+            const __m512i a = load512(p + 64 * (16 * half + part + i)), b = load512(p + 64 * (16 * half + 8 + part + i));
+            const __m512i h = load512(p + 64 * (32 + 8 * half + part + i));
+            w[i] = mask_or(a, mask, _mm512_and_si512(_mm512_slli_epi32(h, 4), two));
+            w[4 + i] = mask_or(b, mask, _mm512_and_si512(_mm512_slli_epi32(h, 2), two));
+            w[8 + i] = mask_or(_mm512_srli_epi32(a, 4), mask, _mm512_and_si512(h, two));
+            w[12 + i] = mask_or(_mm512_srli_epi32(b, 4), mask, _mm512_and_si512(_mm512_srli_epi32(h, 2), two));
         }
     }
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
@@ -297,10 +292,10 @@ template <int TYPE> struct Strip32;
 
 // Sixteen bytes of each row: low nibbles are elements 0 to 15, high ones 16 to 31.
 LEAN_INLINE void nibbles16(const uint8_t* p, __m512i* w) {
-    const __m512i mask = every_byte(15);
+    const __m512i mask = bytes512(15);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-        const __m512i q = word_at(p + 64 * i);
+        const __m512i q = load512(p + 64 * i);
         w[i] = _mm512_and_si512(q, mask);
         w[4 + i] = _mm512_and_si512(_mm512_srli_epi32(q, 4), mask);
     }
@@ -318,7 +313,7 @@ LEAN_INLINE __m512i fifth_bits(__m512i high, int i) {
     const __m512i bytes = _mm512_shuffle_epi8(four, _mm512_broadcast_i32x4(_mm_set_epi32(
         0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000)));
     const __mmask64 set = _mm512_test_epi8_mask(bytes, _mm512_set1_epi32(0x08040201));
-    return _mm512_maskz_mov_epi8(set, every_byte(16));
+    return _mm512_maskz_mov_epi8(set, bytes512(16));
 }
 
 template <> struct Strip32<Q8_0> {
@@ -326,7 +321,7 @@ template <> struct Strip32<Q8_0> {
     static constexpr bool has_min = false;
     static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) b.w[i] = word_at(p + 64 * i);
+        for (int i = 0; i < 8; ++i) b.w[i] = load512(p + 64 * i);
         b.d = halves16(rest_at);
     }
 };
@@ -337,7 +332,7 @@ template <> struct Strip32<Q4_0> {
     static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
         nibbles16(p, b.w);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) b.w[i] = _mm512_sub_epi8(b.w[i], every_byte(8));
+        for (int i = 0; i < 8; ++i) b.w[i] = _mm512_sub_epi8(b.w[i], bytes512(8));
         b.d = halves16(rest_at);
     }
 };
@@ -371,7 +366,7 @@ template <> struct Strip32<Q4_1> {
     static constexpr int words = 5, rest = 0;
     static constexpr bool has_min = true;
     static LEAN_INLINE void read(const uint8_t* p, const uint8_t*, Block16& b) {
-        const __m512i head = word_at(p);
+        const __m512i head = load512(p);
         b.d = low_half(head);
         b.m = high_half(head);
         nibbles16(p + 64, b.w);
@@ -382,11 +377,11 @@ template <> struct Strip32<Q5_0> {
     static constexpr int words = 5, rest = 2;
     static constexpr bool has_min = false;
     static LEAN_INLINE void read(const uint8_t* p, const uint8_t* rest_at, Block16& b) {
-        const __m512i high = word_at(p);
+        const __m512i high = load512(p);
         nibbles16(p + 64, b.w);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i)
-            b.w[i] = _mm512_sub_epi8(_mm512_or_si512(b.w[i], fifth_bits(high, i)), every_byte(16));
+            b.w[i] = _mm512_sub_epi8(_mm512_or_si512(b.w[i], fifth_bits(high, i)), bytes512(16));
         b.d = halves16(rest_at);
     }
 };
@@ -395,7 +390,7 @@ template <> struct Strip32<Q5_1> {
     static constexpr int words = 6, rest = 0;
     static constexpr bool has_min = true;
     static LEAN_INLINE void read(const uint8_t* p, const uint8_t*, Block16& b) {
-        const __m512i head = word_at(p), high = word_at(p + 64);
+        const __m512i head = load512(p), high = load512(p + 64);
         b.d = low_half(head);
         b.m = high_half(head);
         nibbles16(p + 128, b.w);
@@ -420,7 +415,7 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
         const int j = static_cast<int>(k % 8);
         __m512i bias = _mm512_setzero_si512();
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) bias = _mm512_dpbusd_epi32(bias, every_byte(128), b.w[i]);
+        for (int i = 0; i < 8; ++i) bias = _mm512_dpbusd_epi32(bias, bytes512(128), b.w[i]);
 #pragma GCC unroll 8
         for (int t = 0; t < N; ++t) {
             const ActGroup* group = reinterpret_cast<const ActGroup*>(act[t]) + k / 8;

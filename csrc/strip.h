@@ -14,6 +14,10 @@ struct StripFormat {
     int32_t words;      // four-byte words of a block
     int32_t rest;       // bytes left over: 0, 1 or 2
     bool rest_first;    // they are the block's first bytes, else its last
+
+    constexpr int64_t words_at() const { return rest_first ? rest : 0; }  // in a canonical block
+    constexpr int64_t rest_at() const { return rest_first ? 0 : 4 * words; }
+    constexpr int64_t block_bytes() const { return 4 * words + rest; }
 };
 constexpr int64_t STRIP = 16;  // rows
 

@@ -82,8 +82,7 @@ class Workload:
 
     def __init__(self, llm: LLM, past: int, sampling: SamplingParams) -> None:
         self.llm, self._detokenizer = llm, llm.tokenizer.detokenizer()
-        if llm._pool is not None:
-            llm._pool.load_all()
+        llm.load_all()
         sequence = llm._sequence
         sequence.reset()
         prompt = [i * 7919 % llm.spec.vocab for i in range(past)]
