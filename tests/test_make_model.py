@@ -86,11 +86,19 @@ def test_names_that_exclude_each_other_and_files_in_the_way_are_refused(tmp_path
         dict(layers=0),
         dict(prediction=True),
         dict(pack=True, header_only=True),
+        dict(experts=3),
+        dict(experts=-64),
+        dict(experts=1 << 20),
     ):
         with pytest.raises(UsageError):
             make_model("tiny", out, **options)
     with pytest.raises(UsageError, match="qwen3-30b-a3b"):
         make_model("qwen3-3b", out)
+    with pytest.raises(UsageError, match="uses 4, and 4 layers may have up to 65536"):
+        make_model("tiny", out, experts=0)
+    for experts in (100, 8):
+        with pytest.raises(UsageError, match="wanted a multiple of 8, at least 16"):
+            make_model("deepseek-v3", out, experts=experts)
     make_model("tiny", out, header_only=True)
     with pytest.raises(UsageError, match="already exists"):
         make_model("tiny", out)
@@ -141,6 +149,36 @@ def test_a_pack_written_directly_is_the_pack_of_the_file(tmp_path: Path) -> None
     assert not set(other.values()) & set(direct.values())
 
 
+@pytest.mark.parametrize("locality", [True, False])
+def test_with_another_number_of_experts_a_token_still_uses_the_same_bytes(
+    locality: bool, tmp_path: Path
+) -> None:
+    """Time against the number of experts would be measured with more or larger ones used, or in other types."""
+    packs = {}
+    for experts in (8, 64, 100):  # for 8 a mixture has other types, if that is what a model is published with
+        path = tmp_path / f"{experts}.lmpack"
+        walk = make_model("tiny", path, pack=True, layers=2, experts=experts, locality=locality).walk
+        assert verify_pack(path) == []
+        packs[experts] = open_pack(path)
+        with LLM(path, context=64) as llm:
+            assert llm.spec.router is not None
+            assert (llm.spec.router.experts, llm.spec.router.top_k) == (experts, SHAPES["tiny"].top_k)
+            tokens = llm.generate([7], max_tokens=12, temperature=0, ignore_eos=True).tokens
+            assert walk is None or tokens == _follow(walk, 7, 12)
+            assert llm.stats.total.lookups == 2 * SHAPES["tiny"].top_k * (1 + len(tokens) - 1)
+
+    def used(experts: int) -> tuple[object, ...]:
+        manifest, trunk = packs[experts].manifest, packs[experts].trunk
+        kept = {n: (t.ne, t.qtype) for n, t in trunk.tensors.items() if not n.endswith("gate_inp.weight")}
+        return kept, [m.layout for m in manifest.layers], manifest.expert_used_count
+
+    assert used(8) == used(64) == used(100)
+    assert [len(list((pack.path / "experts" / "000").iterdir())) for pack in packs.values()] == [8, 64, 100]
+    make_model("tiny", tmp_path / "tiny.lmpack", pack=True, layers=2, locality=locality)
+    published, same = open_pack(tmp_path / "tiny.lmpack"), packs[64]
+    assert [published.expert_digest(1, e) for e in range(64)] == [same.expert_digest(1, e) for e in range(64)]
+
+
 def test_the_command_makes_a_pack_that_lean_runs(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -151,9 +189,12 @@ def test_the_command_makes_a_pack_that_lean_runs(tmp_path: Path) -> None:
         "--pack",
         "--layers",
         "2",
+        "--experts",
+        "24",
     ]
     subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "COLUMNS": "80"})
     with LLM(tmp_path / "tiny.lmpack", context=128) as llm:
+        assert [m.expert_count for m in llm.pack.manifest.layers] == [24, 24]
         text = "Töken 42, and a\nnew line"
         assert llm.tokenizer.decode(llm.tokenizer.encode(text)) == text
         logits = llm.logits(llm.tokenizer.encode(PROMPT))

@@ -24,6 +24,7 @@ def make_model(
     out: Path,
     *,
     layers: int | None = None,
+    experts: int | None = None,
     quant: str | None = None,
     pack: bool = False,
     header_only: bool = False,
@@ -34,6 +35,7 @@ def make_model(
 ) -> Weights:
     """Makes a model of `shape` (a name in `SHAPES`, or one of your own) at `out`, which must not exist.
 
+    `layers` and `experts` (of each layer; a token uses as many as ever) are the shape's unless given.
     Returns what fills it; with `locality` its `walk` is the order of tokens in greedy decoding.
 
     Raises `UsageError`, and `BudgetError` if the disk is too small.
@@ -47,9 +49,10 @@ def make_model(
         raise UsageError(f"{out}: already exists; delete it, or give another name")
     if pack and header_only:
         raise UsageError("--pack and --header-only exclude each other")
-    made = network(shape, layers=layers, prediction=prediction)
+    made = network(shape, layers=layers, experts=experts, prediction=prediction)
     weights = Weights(made, seed, locality=locality)
     about = f"random weights, seed {seed}" + (", with locality" if locality else "")
+    about += "" if experts is None else f", {experts} experts"
     path = out.with_suffix(".gguf") if pack else out
     file = virtual_file(path, made, quant or shape.quant, name, about)
     say = _say if progress else None
@@ -91,6 +94,9 @@ def main() -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the GGUF file or pack to write")
     parser.add_argument("--layers", type=int, help="only the first so many")
     parser.add_argument(
+        "--experts", type=int, help="so many in each layer; a token uses as many as the shape says"
+    )
+    parser.add_argument(
         "--quant", choices=MIXTURES, help="the mixture of types (default: as it is published)"
     )
     parser.add_argument("--pack", action="store_true", help="write a pack, and no GGUF")
@@ -103,6 +109,7 @@ def main() -> None:
         options.shape,
         options.out,
         layers=options.layers,
+        experts=options.experts,
         quant=options.quant,
         pack=options.pack,
         header_only=options.header_only,

@@ -36,7 +36,8 @@ class Walk:
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
         self._hidden, self._count = shape.hidden, shape.vocab - len(SPECIAL)
-        shares = _SHARES * _sharing(shape.top_k / shape.experts)
+        most = (1 - _least_own(shape)) / _SHARES.sum()
+        shares = _SHARES * min(_sharing(shape.top_k / shape.experts), most)
         self._gains = np.sqrt([*shares, 1 - shares.sum()]).astype(np.float32)
         n = self._count
         self._order = rng.permutation(n)
@@ -80,6 +81,14 @@ def _sharing(used: float) -> float:
     """What `_SHARES` are multiplied by where the share `used` of all experts is picked: the fewer, the more
     experts two tokens have in common for equal embeddings, beside what a cache of some size holds."""
     return min(1.05, max(0.75, 1 + 0.127 * math.log2(16 * used)))
+
+
+def _least_own(shape: Shape) -> float:
+    """The share of an embedding that must be its token's own for the walk's next token to lead clearly.
+
+    The largest of the others' logits, which are normal, is then 0.6 of the leader's.
+    """
+    return 2 * math.log(shape.vocab) / (0.6**2 * shape.hidden)
 
 
 def _runs(rng: np.random.Generator, n: int, mean: float) -> npt.NDArray[np.int64]:

@@ -21,4 +21,4 @@ def choose_types(made: Network, mixture: str) -> dict[str, QuantType]:
         name: Shape(ne[::-1], BY_NAME["MXFP4"], encoded=settled and len(ne) > 2) for name, ne in made.tensors
     }
     recipe = find_recipe("q8_0" if settled else mixture)
-    return storage_types(recipe, tensors, made.blocks, made.shape.experts)
+    return storage_types(recipe, tensors, made.blocks, made.published_experts)

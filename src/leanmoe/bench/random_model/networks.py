@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from leanmoe.bench.random_model.shapes import Delta, Latent, Shape
 from leanmoe.errors import UsageError
 from leanmoe.formats.gguf_values import Value
+from leanmoe.pack.manifest import MAX_EXPERT_FILES, MAX_EXPERTS
 
 Tensor = tuple[str, tuple[int, ...]]
 """A tensor's name and its dimensions in ggml order: fastest first."""
@@ -13,18 +14,26 @@ Tensor = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A shape's metadata, but for tokenizer and `general.*`, and its tensors. `blocks` includes prediction layers."""
+    """A shape's metadata, but for tokenizer and `general.*`, and its tensors. `blocks` includes prediction layers.
+
+    `published_experts` are those of the shape as it is published, which a mixture of types goes by.
+    """
 
     shape: Shape
+    published_experts: int
     blocks: int
     keys: dict[str, Value]
     tensors: tuple[Tensor, ...]
 
 
-def network(shape: Shape, *, layers: int | None = None, prediction: bool = False) -> Network:
+def network(
+    shape: Shape, *, layers: int | None = None, experts: int | None = None, prediction: bool = False
+) -> Network:
     """The network of `shape`, cut to its first `layers`; with its layers for multi-token prediction if asked.
 
-    Raises `UsageError` if it does not have that many layers, or none for prediction.
+    With `experts` so many routed ones in each layer, whatever the shape has; a token uses as many of them as before.
+
+    Raises `UsageError` if the shape does not have that many layers, or none for prediction, or cannot route so.
     """
     if layers is not None and not 1 <= layers <= shape.layers:
         raise UsageError(f"--layers {layers}: this shape has 1 to {shape.layers}")
@@ -33,13 +42,35 @@ def network(shape: Shape, *, layers: int | None = None, prediction: bool = False
     extra = shape.prediction_layers if prediction else 0
     cut = replace(shape, layers=layers or shape.layers, prediction_layers=extra)
     blocks = cut.layers + extra
+    if experts is not None:
+        cut = replace(cut, experts=_routable(shape, experts, blocks))
     tensors = [("token_embd.weight", (cut.hidden, cut.vocab)), ("output_norm.weight", (cut.hidden,))]
     tensors.append(("output.weight", (cut.hidden, cut.vocab)))
     for index in range(blocks):
         for name, ne in _block(cut, index):
             tensors.append((f"blk.{index}.{name}", ne))
     keys = {f"{cut.architecture}.{key}": value for key, value in _keys(cut, blocks).items()}
-    return Network(cut, blocks, keys, tuple(tensors))
+    return Network(cut, shape.experts, blocks, keys, tuple(tensors))
+
+
+def _routable(shape: Shape, experts: int, blocks: int) -> int:
+    """`experts`, if a token can choose the shape's top-k of them and a pack can hold them."""
+    most = min(MAX_EXPERTS, MAX_EXPERT_FILES // blocks)
+    if not shape.top_k <= experts <= most:
+        raise UsageError(
+            f"--experts {experts}: a token of this shape uses {shape.top_k}, and {blocks} layers may have up to {most}"
+        )
+    groups, used = (shape.keys.get(f"expert_group_{key}", 1) for key in ("count", "used_count"))
+    assert isinstance(groups, int)
+    assert isinstance(used, int)
+    # A group is judged by its two best experts.
+    least = groups * max(-(-shape.top_k // used), 2) if groups > 1 else 1
+    if experts % groups or experts < least:
+        raise UsageError(
+            f"--experts {experts}: this shape routes by {groups} groups, of which a token uses {used}; "
+            f"wanted a multiple of {groups}, at least {least}"
+        )
+    return experts
 
 
 def _keys(shape: Shape, blocks: int) -> dict[str, Value]:
