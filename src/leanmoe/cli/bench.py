@@ -36,7 +36,12 @@ def bench(
         str, typer.Option("--decode-tokens", "-n", help="Numbers of tokens fed one by one; 0 for none.")
     ] = "128",
     depths: Annotated[
-        str, typer.Option("--depth", "-d", help="How many tokens are in the context before, comma-separated.")
+        str,
+        typer.Option(
+            "--depth",
+            "-d",
+            help="How many tokens are in the context before, comma-separated; each is fed once.",
+        ),
     ] = "0",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Of each test.", min=1)] = 5,
     warm_up: Annotated[
@@ -47,14 +52,18 @@ def bench(
     ] = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Measure prompt (pp) and decode (tg) speed. Each test runs in a process of its own, with nothing in memory."""
+    """Measure prompt (pp) and decode (tg) speed. Each test runs in a process of its own, with nothing in memory.
+
+    All its depths follow each other there, the least first.
+    """
     from leanmoe.engine.speed import Test
 
     ahead = _numbers("--depth", depths)
-    tests = [Test("prompt", n, d) for d in ahead for n in _numbers("--prompt-tokens", prompts) if n]
-    tests += [Test("decode", n, d) for d in ahead for n in _numbers("--decode-tokens", decodes) if n]
+    tests = [[Test("prompt", n, d) for d in ahead] for n in _numbers("--prompt-tokens", prompts) if n]
+    tests += [[Test("decode", n, d) for d in ahead] for n in _numbers("--decode-tokens", decodes) if n]
     if not tests:
         raise UsageError("nothing to measure: both -p and -n are 0")
+    rows = len(configs) * len(tests) * len(ahead)
     console = Console(stderr=True)
     with console.status("measuring") as status:
         found = []
@@ -62,9 +71,7 @@ def bench(
             pack, configs, tests, repetitions, warm_up, "random" if random else "greedy"
         ):
             found.append((config, speed))
-            status.update(
-                f"{speed.test.name}: {speed.rate:.2f} tokens/s; {len(found)} of {len(configs) * len(tests)}"
-            )
+            status.update(f"{speed.test.name}: {speed.rate:.2f} tokens/s; {len(found)} of {rows}")
     if as_json:
         print(json.dumps([{"memory": config.memory, **speed.record()} for config, speed in found]))
     else:
@@ -84,26 +91,30 @@ def _numbers(flag: str, text: str) -> list[int]:
 def _measured(
     pack: Path,
     configs: Sequence[EngineConfig],
-    tests: Sequence["Test"],
+    tests: Sequence[Sequence["Test"]],
     repetitions: int,
     warm_up: bool,
     feed: "Feed",
 ) -> Iterator[tuple[EngineConfig, "Speed"]]:
-    """Each test with each budget, in a new process: the kernel keeps the peak of a process as long as it lives."""
-    from leanmoe.engine.speed import measure
+    """Each test with each budget, in a new process: the kernel keeps the peak of a process as long as it lives.
+
+    Depths of one test share theirs. They go up, and so does the peak.
+    """
+    from leanmoe.engine.speed import measure_all
 
     new = multiprocessing.get_context("spawn")
     for config in configs:
-        for test in tests:
+        for depths in tests:
             with ProcessPoolExecutor(1, mp_context=new, initializer=_end_at_once) as process:
                 task = process.submit(
-                    measure, pack, config, test, repetitions=repetitions, warm_up=warm_up, feed=feed
+                    measure_all, pack, config, depths, repetitions=repetitions, warm_up=warm_up, feed=feed
                 )
                 try:
-                    yield config, task.result()
+                    for speed in task.result():
+                        yield config, speed
                 except BrokenProcessPool:
                     raise LeanError(
-                        f"{test.name}: the process was killed, perhaps for want of memory"
+                        f"{depths[0].name}: the process was killed, perhaps for want of memory"
                     ) from None
 
 
@@ -143,3 +154,10 @@ def _show(found: Sequence[tuple[EngineConfig, "Speed"]]) -> None:
         row += [f"{1000 * s:.2f}" for s in (speed.kernel_seconds, speed.stall_seconds, speed.rest_seconds)]
         table.add_row(*row, format_bytes(speed.peak))
     console.print(table)
+    anew = [speed.test.name for _, speed in found if speed.context_fed > speed.test.depth]
+    if anew:
+        console.print(
+            f"{', '.join(dict.fromkeys(anew))}: recurrent layers cannot be cut after a prompt, so the context was fed "
+            "anew for each repetition",
+            soft_wrap=True,
+        )

@@ -47,18 +47,20 @@ def prefill(
     chunk: int,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    opening: int = _OPENING,
 ) -> torch.Tensor | None:
     """Feeds `tokens` (at least one) in chunks and returns the logits [vocab] after the last.
 
     None if `cancelled` said so, within a chunk or between two; the sequence then holds the chunks that were fed, or, if
     it has recurrent layers, what its checkpoint has. `progress` is told before and after each chunk how many tokens
-    are done, and of how many.
+    are done, and of how many. Recurrent layers keep a checkpoint from before the last `opening` tokens.
     """
     state = sequence.state
     state.reserve(len(tokens))
     end = state.length + len(tokens)
     # The next turn of a conversation shares this prompt, but not always the few tokens that open the answer.
-    state.mark = end - _OPENING if len(tokens) > _OPENING else None
+    state.mark = end - opening if len(tokens) > opening else None
     logits: torch.Tensor | None = None
     for begin in range(0, len(tokens), chunk):
         progress(begin, len(tokens))

@@ -1,17 +1,19 @@
 """Measuring a pack's speed in this process, without tokenizing: what `lean bench` does.
 
-A test feeds tokens drawn from a fixed seed, as a prompt or one by one, and is repeated with other tokens. Every test
-starts with a fresh model: with no expert in memory or, if all of them have slots and it may warm up, with every expert.
+A test feeds tokens drawn from a fixed seed, as a prompt or one by one, and is repeated with other tokens. Tests start
+with a fresh model: with no expert in memory or, if all of them have slots and it may warm up, with every expert. Those
+at several depths follow each other in one model, so that each token of the context is fed once.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -20,7 +22,7 @@ from leanmoe.engine.config import EngineConfig
 from leanmoe.engine.llm import LLM
 from leanmoe.engine.memory import peak_bytes
 from leanmoe.engine.sampling import Sampler, SamplingParams
-from leanmoe.engine.sequence import decode, prefill
+from leanmoe.engine.sequence import Sequence, decode, prefill
 from leanmoe.errors import UsageError
 from leanmoe.experts.stats import CacheStats
 from leanmoe.kernels.clock import clocked
@@ -57,7 +59,7 @@ class Test:
     @property
     def context(self) -> int:
         """Tokens that the sequence must hold."""
-        return max(self.depth, 1 if self.kind == "decode" else 0) + self.tokens
+        return self.depth + self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,16 @@ class Speed:
     """One test's repetitions in one process.
 
     `first` is the one from an empty expert cache; it warms up and counts in no mean. It is None if it was not asked
-    for, and `samples` then begin cold. `residency` is the share of the experts' bytes that have slots, `memory` the
-    budget, `peak` the most that the process ever held.
+    for, and `samples` then begin cold, and at all depths but the first of a process. `context_fed` counts the tokens
+    that were fed to bring the context to its depth, for all repetitions together. `residency` is the share of the
+    experts' bytes that have slots, `memory` the budget, `peak` the most that the process ever held.
     """
 
     test: Test
     tokens_fed: Feed
     first: Sample | None
     samples: tuple[Sample, ...]
+    context_fed: int
     all_resident: bool
     residency: float
     memory: int
@@ -147,6 +151,7 @@ class Speed:
             "test": self.test.name,
             **asdict(self.test),
             "tokens_fed": self.tokens_fed,
+            "context_fed": self.context_fed,
             "model": self.model,
             "model_bytes": self.model_bytes,
             "threads": self.threads,
@@ -168,71 +173,115 @@ class Speed:
         }
 
 
-def measure(
+class Options(TypedDict, total=False):
+    """Keyword arguments of `measure`, as `measure_all` has them."""
+
+    repetitions: int
+    warm_up: bool
+    feed: Feed
+    report: Callable[[str], None]
+
+
+def measure(path: Path, config: EngineConfig, test: Test, **options: Unpack[Options]) -> Speed:
+    """Opens the pack at `path` and measures `test`: see `measure_all`."""
+    return measure_all(path, config, [test], **options)[0]
+
+
+def measure_all(
     path: Path,
     config: EngineConfig,
-    test: Test,
+    tests: Iterable[Test],
     *,
     repetitions: int = 5,
     warm_up: bool = True,
     feed: Feed = "greedy",
     report: Callable[[str], None] = lambda step: None,
-) -> Speed:
-    """Opens the pack at `path` and measures `test`. The context is as long as the test needs, unless `config` says.
+) -> list[Speed]:
+    """Opens the pack at `path` and measures `tests` (at least one), the least depth first: so they are returned.
 
-    With `warm_up` there is one more repetition, before the others, and experts that all have slots are read first. The
-    pack's profile neither warms the cache nor learns.
+    The context is as long as they need, unless `config` says. What is in it before a test is fed once: every
+    repetition goes back to the test's depth, and the next test goes on from there. Recurrent layers go back to their
+    checkpoint, which a prompt that is measured moves: before each of its repetitions the context is fed anew.
 
-    Raises `UsageError` if the context does not hold the test, and what `LLM` raises.
+    With `warm_up` there is one more repetition of each test, before the others, and experts that all have slots are
+    read first. The pack's profile neither warms the cache nor learns.
+
+    Raises `UsageError` if the context does not hold the tests, and what `LLM` raises.
     """
+    tests = sorted(tests, key=lambda test: test.depth)
+    deepest = max(tests, key=lambda test: test.context)
     if config.context is None:
-        config = replace(config, context=test.context)
+        config = replace(config, context=deepest.context)
     config = replace(config, warm=0, learn=False)
-    report(f"{test.name}: opening")
+    report(f"{tests[0].name}: opening")
     with LLM(path, **asdict(config)) as llm:
-        if llm.plan.context < test.context:
-            raise UsageError(f"{test.name} takes {test.context} tokens of context; it is {llm.plan.context}")
+        if llm.plan.context < deepest.context:
+            raise UsageError(
+                f"{deepest.name} takes {deepest.context} tokens of context; it is {llm.plan.context}"
+            )
         all_resident = llm.plan.residency == 1
         if all_resident and warm_up:
-            report(f"{test.name}: reading all experts")
+            report(f"{tests[0].name}: reading all experts")
             llm.load_all()
-        samples = []
-        for turn in range(repetitions + warm_up):
-            report(f"{test.name}: {turn + 1} of {repetitions + warm_up}")
-            samples.append(_sample(llm, test, turn, feed))
-        first = samples.pop(0) if warm_up else None
-        return Speed(
-            test=test,
-            tokens_fed="random" if test.kind == "prompt" else feed,
-            first=None if all_resident else first,
-            samples=tuple(samples),
-            all_resident=all_resident,
-            residency=llm.plan.residency,
-            memory=llm.plan.memory,
-            peak=peak_bytes(),
-            threads=kernels.get_num_threads(),
-            isa=kernels.isa(),
-            model=llm.pack.path.stem,
-            model_bytes=llm.plan.experts + llm.plan.trunk_bytes,
-        )
+        found: list[Speed] = []
+        with llm.sequence() as sequence:
+            bench = _Bench(llm, sequence, feed)
+            for test in tests:
+                before = bench.context_fed
+                samples = []
+                for turn in range(repetitions + warm_up):
+                    report(f"{test.name}: {turn + 1} of {repetitions + warm_up}")
+                    samples.append(bench.sample(test))
+                first = samples.pop(0) if warm_up else None
+                cold = None if all_resident or found else first
+                found.append(_speed(llm, test, feed, cold, samples, bench.context_fed - before))
+        return found
 
 
-def _sample(llm: LLM, test: Test, seed: int, feed: Feed) -> Sample:
-    draw = random.Random(seed)
-    ids = [draw.randrange(llm.spec.vocab) for _ in range(test.context)]
-    before = test.context - test.tokens
-    with llm.sequence() as sequence:
-        logits = prefill(llm.decoder, sequence, ids[:before], llm.plan.chunk) if before else None
+def _speed(
+    llm: LLM, test: Test, feed: Feed, first: Sample | None, samples: list[Sample], context_fed: int
+) -> Speed:
+    return Speed(
+        test=test,
+        tokens_fed="random" if test.kind == "prompt" else feed,
+        first=first,
+        samples=tuple(samples),
+        context_fed=context_fed,
+        all_resident=llm.plan.residency == 1,
+        residency=llm.plan.residency,
+        memory=llm.plan.memory,
+        peak=peak_bytes(),
+        threads=kernels.get_num_threads(),
+        isa=kernels.isa(),
+        model=llm.pack.path.stem,
+        model_bytes=llm.plan.experts + llm.plan.trunk_bytes,
+    )
+
+
+class _Bench:
+    """Repeats tests in a model's own sequence. `context_fed` counts the tokens fed outside of any measurement."""
+
+    def __init__(self, llm: LLM, sequence: Sequence, feed: Feed) -> None:
+        self._llm, self._sequence, self._feed = llm, sequence, feed
+        self._past = random.Random("context")
+        self._context: list[int] = []
+        self._seeds = count()
+        self.context_fed = 0
+
+    def sample(self, test: Test) -> Sample:
+        """One repetition of `test`, with tokens that no other had."""
+        llm, sequence = self._llm, self._sequence
+        self._go_to(test.depth)
+        ids = _random_tokens(random.Random(next(self._seeds)), llm.spec.vocab, test.tokens + 1)
         if test.kind == "prompt":
-            wanted = ids[before:]
+            wanted = ids[: test.tokens]
 
             def run() -> None:
                 prefill(llm.decoder, sequence, wanted, llm.plan.chunk)
         else:
-            assert logits is not None
-            pick = Sampler(SamplingParams(temperature=0)) if feed == "greedy" else _Listed(ids[before:])
-            source = decode(llm.decoder, sequence, logits, pick, lambda: False)
-            next(source)  # the first token's logits are the prompt's
+            pick = _Given(ids if self._feed == "random" else ids[:1])
+            source = decode(llm.decoder, sequence, torch.empty(0), pick, lambda: False)
+            next(source)  # the first token, which is given and not yet fed
 
             def run() -> None:
                 for _ in islice(source, test.tokens):
@@ -243,13 +292,28 @@ def _sample(llm: LLM, test: Test, seed: int, feed: Feed) -> Sample:
             run()
         return Sample(time.perf_counter() - begun, clock.seconds, llm.stats - earlier)
 
+    def _go_to(self, depth: int) -> None:
+        """Cuts the sequence to the first `depth` tokens of the context, and feeds what is missing of them."""
+        more = depth - len(self._context)
+        self._context += _random_tokens(self._past, self._llm.spec.vocab, more)
+        wanted = self._context[:depth]
+        kept = self._sequence.keep_prefix([*wanted, 0])  # one token more is always left to feed: the test's
+        if kept < depth:
+            prefill(self._llm.decoder, self._sequence, wanted[kept:], self._llm.plan.chunk, opening=0)
+            self.context_fed += depth - kept
 
-class _Listed:
-    """In place of a sampler: tokens from a list, and the last one again and again."""
 
-    def __init__(self, tokens: list[int]) -> None:
+def _random_tokens(draw: random.Random, vocab: int, number: int) -> list[int]:
+    return [draw.randrange(vocab) for _ in range(number)]
+
+
+class _Given:
+    """In place of a sampler: `tokens` in turn, whatever the logits are, and then always the likeliest."""
+
+    def __init__(self, tokens: SequenceOf[int]) -> None:
         self._left = iter(tokens)
-        self._last = tokens[-1]
+        self._likeliest = Sampler(SamplingParams(temperature=0))
 
     def __call__(self, logits: torch.Tensor, history: list[int]) -> int:
-        return next(self._left, self._last)
+        token = next(self._left, None)
+        return self._likeliest(logits, history) if token is None else token
