@@ -106,8 +106,7 @@ def test_demand_reads_overtake_background_ones():
     assert started.wait(20)
     queued = [readers.submit_background(lambda: not order.append("background")) for _ in range(3)]
     done = threading.Event()
-    readers.submit(lambda: order.append("demand"))
-    readers.submit(done.set)
+    readers.submit([lambda: order.append("demand"), done.set])
     gate.set()
     assert running.result(20)
     assert done.wait(20)
@@ -122,7 +121,7 @@ def test_background_reads_leave_a_thread_for_demand():
     running = [readers.submit_background(lambda: gate.wait(20)) for _ in range(6)]
     for _ in range(100):
         done = threading.Event()
-        readers.submit(done.set)
+        readers.submit([done.set])
         assert done.wait(20)
     gate.set()
     assert all(future.result(20) for future in running)

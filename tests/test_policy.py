@@ -70,6 +70,32 @@ def test_a_policy_names_a_resident_that_is_not_pinned_whenever_there_is_one(name
     assert len(driver.resident) <= n
 
 
+@pytest.mark.parametrize("kind", FORECASTS)
+def test_the_victim_is_the_one_that_is_used_last(kind):
+    """The longest waits are kept for each layer; where they went stale, the wrong expert would leave."""
+    rng = np.random.default_rng(0)
+    policy = kind(slots(9))
+    driver = Driver(policy, 9)
+    for _ in range(300):
+        layer = int(rng.choice(LAYERS))
+        driver.use(layer, rng.choice(EXPERTS, 2, replace=False).tolist())
+        if policy.wants_predictions:
+            policy.on_predict(int(rng.choice(LAYERS)), rng.random(EXPERTS))
+        incoming = (int(rng.choice(LAYERS)), 0)
+        pinned = {key for key in driver.resident if rng.random() < 0.3}
+        waits = {
+            (layer, expert): policy._wait[row, expert] + policy._distance[row]
+            for row, layer in enumerate(LAYERS)
+            for expert in range(EXPERTS)
+            if (layer, expert) in driver.resident - pinned
+            and (layer == incoming[0] or sum(key[0] == layer for key in driver.resident) > policy._floor)
+        }
+        victim = policy.victim(incoming, Phase.DECODE, pinned.__contains__)
+        assert victim not in pinned
+        if waits:
+            assert waits[victim] == pytest.approx(max(waits.values()))
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_prompt_leaves_what_decoding_uses(name):
     """After each prompt, decoding would begin with a cold cache."""

@@ -181,13 +181,13 @@ class ExpertCache:
                 else:
                     self._promise(slot, acquire)
             hits, joined = len(acquire.ready), len(acquire.reading)
-            self._counters.count(layer, hits, joined, len(keys) - hits - joined)
             if not shelf.roomy:
                 shelf.policy.on_use(keys, phase)
             if self._guesses and phase is Phase.DECODE:
                 self._guesses.visited(layer)
             if acquire.deferred:
                 self._start_reads(acquire)
+            self._counters.count(layer, hits, joined, len(keys) - hits - joined)
         return acquire
 
     def preload(self, keys: Iterable[Key], until: float = math.inf) -> list[Future[bool]]:
@@ -306,17 +306,20 @@ class ExpertCache:
         limit = shelf.facts.slots
         if acquire.phase is Phase.PREFILL:
             limit = max(shelf.facts.floor // 2, min(2 * self._readers.count, limit // 4))
+        reads: list[Callable[[], object]] = []
         while acquire.deferred and not self._closed and len(acquire.reading) < limit:
             key = acquire.deferred[0]
             slot = self._resident.get(key)  # another acquire may have fetched it meanwhile
             if slot is None:
                 if shelf.starved and shelf.starved[0] is not acquire:
-                    return
+                    break
                 if (slot := self._claim(shelf, key, acquire.phase)) is None:
-                    return
-                self._readers.submit(partial(self._read, slot))
+                    break
+                reads.append(partial(self._read, slot))
             acquire.deferred.popleft()
             self._promise(slot, acquire)
+        if reads:
+            self._readers.submit(reads)
 
     def _promise(self, slot: Slot, acquire: Acquire) -> None:
         slot.pins += 1

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -43,12 +43,12 @@ class Readers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, task: Callable[[], object]) -> None:
-        """Queues a demand read. The task must not raise. Raises `LeanError` once closed."""
+    def submit(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Queues demand reads. The tasks must not raise. Raises `LeanError` once closed."""
         with self._changed:
             self._check_open()
-            self._demand.append(task)
-            self._changed.notify()
+            self._demand.extend(tasks)
+            self._changed.notify(len(tasks))
 
     def submit_ahead(self, key: Hashable, due: float, task: Callable[[], object]) -> bool:
         """Queues a read ahead of demand, in the order of `due`. The task must not raise.
