@@ -25,8 +25,8 @@ def _opened(path: Path, **sizes: int) -> LLM:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workload]:
-    with _opened(tmp_path_factory.mktemp("overhead") / "a.lmpack") as llm:
-        yield Workload(llm, 8, SamplingParams(seed=0))
+    with _opened(tmp_path_factory.mktemp("overhead") / "a.lmpack") as llm, llm.sequence() as sequence:
+        yield Workload(llm, sequence, 8, SamplingParams(seed=0))
 
 
 def test_a_token_takes_few_calls_beside_its_products(work: Workload) -> None:
@@ -47,8 +47,8 @@ def test_a_token_takes_few_calls_beside_its_products(work: Workload) -> None:
 @pytest.mark.parametrize("experts", [16, 256])
 def test_counts_do_not_grow_with_the_experts(work: Workload, experts: int, tmp_path: Path) -> None:
     """Decoding must cost the same in a model of more experts, if as many are used."""
-    with _opened(tmp_path / "b.lmpack", experts=experts) as llm:
-        other, _ = count(Workload(llm, 8, SamplingParams(seed=0)))
+    with _opened(tmp_path / "b.lmpack", experts=experts) as llm, llm.sequence() as sequence:
+        other, _ = count(Workload(llm, sequence, 8, SamplingParams(seed=0)))
     mine, _ = count(work)
     assert other.kernels == mine.kernels
     assert other.torch == mine.torch
@@ -58,8 +58,11 @@ def test_counts_do_not_grow_with_the_experts(work: Workload, experts: int, tmp_p
 def test_counts_do_not_grow_with_the_past(tmp_path: Path) -> None:
     """Late in a text a token may take longer in attention alone, which is one call."""
     with _opened(tmp_path / "c.lmpack") as llm:
-        early, _ = count(Workload(llm, 8, SamplingParams(seed=0)))
-        late, _ = count(Workload(llm, 1500, SamplingParams(seed=0)))
+        found = []
+        for past in (8, 1500):
+            with llm.sequence() as sequence:
+                found.append(count(Workload(llm, sequence, past, SamplingParams(seed=0)))[0])
+        early, late = found
     assert late.kernels == early.kernels
     assert late.torch == early.torch
 

@@ -63,6 +63,17 @@ def test_a_cache_larger_than_the_budget_is_refused() -> None:
         EngineConfig(cache=2 << 30, memory=1 << 30)
 
 
+def test_prompts_are_read_in_large_chunks_where_the_cache_is_what_is_small(gguf: Path) -> None:
+    """With memory to spare and a small `--cache`, experts were read twice as often as the plan meant them to be."""
+    model = read_gguf(gguf)
+    spec, manifest = model_spec(model), expert_layouts(model)
+    experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
+    for cache, chunk, fits in ((None, 512, True), (experts, 512, True), (experts - 1, 1024, False)):
+        config = EngineConfig(context=4096, cache=cache)
+        made = plan_memory(spec, model, manifest, config, memory=8 << 30, base=250 << 20)
+        assert (made.chunk, made.residency == 1) == (chunk, fits)
+
+
 @pytest.mark.slow
 def test_many_threads_and_a_long_prompt_stay_within_the_floor_that_plan_names(
     gguf: Path, tmp_path: Path

@@ -2,17 +2,20 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from leanmoe import LLM
+from leanmoe.cli.main import main
 from leanmoe.engine.config import Choice, EngineConfig
 from leanmoe.engine.estimate import estimate, pack_trace, replayed
 from leanmoe.engine.tune import THREADS, fewest_readers, read_rates, tune
-from leanmoe.engine.tuning import TUNING, Measured, Tuned, find_choice, find_tuned, keep, this_host
+from leanmoe.engine.tuning import TUNING, Measured, Tuned, choice_for, find_tuned, keep, this_host
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import LRU
 from leanmoe.experts.simulate import plan_for, replay
@@ -56,6 +59,10 @@ def test_a_run_follows_what_was_chosen_unless_told_otherwise(path: Path) -> None
         )
 
 
+def find_choice(pack: Path, memory: int) -> Choice | None:
+    return choice_for(find_tuned(pack), memory)
+
+
 def test_a_choice_holds_for_its_machine_and_about_its_budget(path: Path) -> None:
     keep(path, entry(1 << 30))
     keep(path, entry(4 << 30, replace(CHOICE, policy="lru")))
@@ -63,9 +70,7 @@ def test_a_choice_holds_for_its_machine_and_about_its_budget(path: Path) -> None
     assert find_choice(path, (1 << 30) + (100 << 20)) == CHOICE
     assert find_choice(path, 2 << 30) is None
     assert find_choice(path, 5 << 30) == replace(CHOICE, policy="lru")
-    found = find_tuned(path)
-    assert found is not None
-    assert found.memory == 4 << 30
+    assert [t.memory for t in find_tuned(path)] == [1 << 30, 4 << 30]
     keep(path, entry(1 << 30, replace(CHOICE, readers=4)))
     assert find_choice(path, 1 << 30) == replace(CHOICE, readers=4)
     assert len(json.loads((path / TUNING).read_bytes())["entries"]) == 3
@@ -105,6 +110,17 @@ def test_a_file_that_nobody_vouches_for_is_said_and_not_used(
         assert find_choice(path, 1 << 30) is None
     assert str(path / TUNING) in caplog.text
     assert "lean tune" in caplog.text
+
+
+def test_a_plan_reads_the_tuning_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same warning was given twice."""
+    (path / TUNING).write_bytes(b"{")
+    monkeypatch.setattr(sys, "argv", ["lean", "plan", str(path), "--memory", "4GiB"])
+    with suppress(SystemExit), caplog.at_level(logging.WARNING):
+        main()
+    assert caplog.text.count("is not used") == 1
 
 
 def test_tuning_measures_this_pack_and_keeps_the_choice(path: Path) -> None:

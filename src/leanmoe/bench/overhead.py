@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanmoe import LLM
 from leanmoe.engine.sampling import Sampler, SamplingParams
-from leanmoe.engine.sequence import decode, prefill
+from leanmoe.engine.sequence import Sequence, decode, prefill
 from leanmoe.errors import LeanError
 from leanmoe.kernels.clock import clocked
 
@@ -78,13 +78,11 @@ class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Workload:
-    """A model with everything in memory that may be, in the middle of an answer."""
+    """A model with everything in memory that may be, in the middle of an answer: in its own `sequence`, still empty."""
 
-    def __init__(self, llm: LLM, past: int, sampling: SamplingParams) -> None:
+    def __init__(self, llm: LLM, sequence: Sequence, past: int, sampling: SamplingParams) -> None:
         self.llm, self._detokenizer = llm, llm.tokenizer.detokenizer()
         llm.load_all()
-        sequence = llm._sequence
-        sequence.reset()
         prompt = [i * 7919 % llm.spec.vocab for i in range(past)]
         logits = prefill(llm.decoder, sequence, prompt, llm.plan.chunk)
         assert logits is not None
@@ -227,8 +225,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     options = parser.parse_args()
     context = options.past + 2 * options.tokens + 8
-    with LLM(options.pack, context=context) as llm:
-        work = Workload(llm, options.past, SamplingParams(temperature=options.temperature, seed=0))
+    with LLM(options.pack, context=context) as llm, llm.sequence() as sequence:
+        sampling = SamplingParams(temperature=options.temperature, seed=0)
+        work = Workload(llm, sequence, options.past, sampling)
         found = report(work, options.tokens)
     print(json.dumps(found) if options.json else text(found))
 

@@ -13,7 +13,7 @@ from leanmoe.cli import options as opt
 from leanmoe.engine.config import Choice, EngineConfig
 from leanmoe.engine.estimate import Estimate, estimate, pack_trace
 from leanmoe.engine.plan import MemoryPlan, foresee_memory
-from leanmoe.engine.tuning import find_choice, find_tuned
+from leanmoe.engine.tuning import choice_for, find_tuned
 from leanmoe.experts.slots import SlotPlan
 from leanmoe.formats.gguf import GGUFFile, read_gguf
 from leanmoe.models.registry import model_spec
@@ -51,18 +51,18 @@ def plan(
 def _estimate(model: Path, spec: ModelSpec, gguf: GGUFFile, made: MemoryPlan) -> Estimate | None:
     """What a token will take; None for a model without experts, and for a GPU that was never measured."""
     slots = [d.slots for d in made.devices if d.slots is not None]
-    tuned = find_tuned(model) if model.is_dir() else None
-    if not slots or spec.router is None or (made.devices[0].device != "cpu" and tuned is None):
+    tuned = find_tuned(model) if model.is_dir() else []
+    if not slots or spec.router is None or (made.devices[0].device != "cpu" and not tuned):
         return None
     embedding = gguf.tensors["token_embd.weight"].nbytes if "output.weight" in gguf.tensors else 0
     picked = sum(c.working_set * c.size for plan in slots for c in plan.classes)
-    choice = (find_choice(model, made.memory) if model.is_dir() else None) or Choice()
+    choice = choice_for(tuned, made.memory) or Choice()
     return estimate(
         slots,
         spec.router.top_k,
         touched=made.trunk_bytes - embedding + picked,
         trace=pack_trace(model) if model.is_dir() else None,
-        measured=tuned.measured if tuned else None,
+        measured=tuned[-1].measured if tuned else None,
         policy=choice.policy,
         readers=choice.readers,
     )

@@ -31,7 +31,7 @@ from leanmoe.engine.memory import (
 from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, sampling_params
 from leanmoe.engine.sequence import Sequence
-from leanmoe.engine.tuning import find_choice
+from leanmoe.engine.tuning import choice_for, find_tuned
 from leanmoe.errors import BudgetError, FormatError, UnsupportedError, UsageError
 from leanmoe.experts.policy import Key, policy_named
 from leanmoe.experts.pool import ExpertPool, Observer, Placement
@@ -135,7 +135,7 @@ class LLM:
         available = config.memory or default_budget()
         if available > (there := machine_bytes()):
             _log.warning("a budget of %s: there are %s in all", format_bytes(available), format_bytes(there))
-        chosen = find_choice(self.pack.path, available)
+        chosen = choice_for(find_tuned(self.pack.path), available)
         self.config = replace(config.settled(chosen), memory=available, threads=config.threads or _cores())
         assert self.config.threads is not None
         kernels.set_num_threads(self.config.threads)

@@ -164,7 +164,8 @@ def plan_memory(
         for i, layers in enumerate(_split_layers(spec.layers, budgets))
     ]
     threads = config.threads or len(os.sched_getaffinity(0))
-    chunk = config.chunk or _chunk(spec, context, threads, budgets, needs)
+    cache = None if config.cache is None else config.cache // count
+    chunk = config.chunk or _chunk(spec, context, threads, cache, budgets, needs)
     scratch = scratch_bytes(spec, chunk, context, threads)
     least = scratch_bytes(spec, config.chunk or CHUNKS[-1], context, threads)
     smallest = _whole_mib(fixed + (0 if on_gpu else count * max(need.floor(least) for need in needs)))
@@ -173,7 +174,6 @@ def plan_memory(
             raise _too_small(
                 need, scratch, context, None if on_gpu else fixed, smallest, budget if on_gpu else memory
             )
-    cache = None if config.cache is None else config.cache // count
     devices = tuple(
         DevicePlan(
             name, need.layers, budget, need.trunk, need.state, scratch, need.slots(budget - scratch, cache)
@@ -256,34 +256,45 @@ class _Needs:
     def slot_floor(self) -> int:
         return slot_floor(self.sizes, self.counts, self.top_k) if self.sizes else 0
 
-    def fits(self, budget: int) -> bool:
-        """Whether all experts can be resident in `budget` without scratch."""
-        experts = sum(size * self.counts[layer] for layer, size in self.sizes.items())
-        return self.trunk + self.state + experts <= budget
-
     def floor(self, scratch: int) -> int:
         return self.trunk + self.state + scratch + self.slot_floor()
 
-    def slots(self, budget: int, cache: int | None) -> SlotPlan | None:
-        """The slots in what is left of `budget` without scratch, at most `cache` bytes."""
+    def room(self, budget: int, cache: int | None) -> int:
+        """Bytes for slots in what is left of `budget` without scratch, at most `cache`."""
         free = budget - self.trunk - self.state
+        return free if cache is None else min(free, cache)
+
+    def fits(self, budget: int, cache: int | None) -> bool:
+        """Whether all experts have slots in that room: `SlotPlan.fits`, of a plan that need not work."""
+        experts = sum(size * self.counts[layer] for layer, size in self.sizes.items())
+        return experts <= self.room(budget, cache)
+
+    def slots(self, budget: int, cache: int | None) -> SlotPlan | None:
+        """The slots in that room."""
         if cache is not None and cache < self.slot_floor():
             raise BudgetError(
                 f"a cache of {format_bytes(cache)} is too small; one layer's experts twice, for each expert size, "
                 f"take {format_bytes(self.slot_floor())} ({self.slot_floor()} bytes)"
             )
-        free = free if cache is None else min(free, cache)
-        return plan_slots(self.sizes, self.counts, self.top_k, free) if self.sizes else None
+        room = self.room(budget, cache)
+        return plan_slots(self.sizes, self.counts, self.top_k, room) if self.sizes else None
 
 
-def _chunk(spec: ModelSpec, context: int, threads: int, budgets: tuple[int, ...], needs: list[_Needs]) -> int:
+def _chunk(
+    spec: ModelSpec,
+    context: int,
+    threads: int,
+    cache: int | None,
+    budgets: tuple[int, ...],
+    needs: list[_Needs],
+) -> int:
     """Prompt tokens per pass, each of which reads all experts: the most whose scratch does not crowd out the slots."""
     both = list(zip(budgets, needs, strict=True))
     for chunk in CHUNKS:
         scratch = scratch_bytes(spec, chunk, context, threads)
         share = 1
         if chunk > _RESIDENT_CHUNK:
-            if context <= _RESIDENT_CHUNK or all(n.fits(b - scratch) for b, n in both):
+            if context <= _RESIDENT_CHUNK or all(n.fits(b - scratch, cache) for b, n in both):
                 continue
             share = _CHUNK_SHARE
         if all(b - n.floor(scratch) >= share * scratch for b, n in both):

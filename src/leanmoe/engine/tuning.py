@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,17 +67,16 @@ def keep(pack: Path, tuned: Tuned) -> None:
     replace_file(pack / TUNING, json.dumps({"version": _VERSION, "entries": entries}, indent=1).encode())
 
 
-def find_tuned(pack: Path) -> Tuned | None:
-    """The newest tuning of this pack on this machine, for whatever budget."""
+def find_tuned(pack: Path) -> list[Tuned]:
+    """The tunings of this pack on this machine, for whatever budget; the newest last."""
     host = this_host()
-    return next((t for t in reversed(_load(pack / TUNING)) if t.host == host), None)
+    return [t for t in _load(pack / TUNING) if t.host == host]
 
 
-def find_choice(pack: Path, memory: int) -> Choice | None:
-    """What was chosen for this pack on this machine with about as much memory (within a quarter)."""
-    host = this_host()
-    mine = [(abs(math.log(memory / t.memory)), t) for t in _load(pack / TUNING) if t.host == host]
-    distance, nearest = min(mine, key=lambda pair: pair[0], default=(math.inf, None))
+def choice_for(tuned: Iterable[Tuned], memory: int) -> Choice | None:
+    """What was chosen with about as much memory (within a quarter)."""
+    near = [(abs(math.log(memory / t.memory)), t) for t in tuned]
+    distance, nearest = min(near, key=lambda pair: pair[0], default=(math.inf, None))
     return nearest.choice if nearest is not None and distance <= math.log(_NEAR) else None
 
 
