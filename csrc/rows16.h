@@ -87,6 +87,23 @@ inline void arrange_16x16(const StripFormat& format, int64_t blocks, const uint8
     }
 }
 
+// ---- the products of words with activations ------------------------------------------------------------------------
+
+// dot + unsigned bytes of `w` times four signed bytes at p. Written out because GCC 12 loads the broadcast into a
+// register first, which costs a tenth of the rate.
+LEAN_INLINE __m512i add_unsigned(__m512i dot, __m512i w, const uint8_t* p) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dot) : "v"(w), "m"(*reinterpret_cast<const int32_t*>(p)));
+    return dot;
+}
+// dot[t] += words times the activations from q(t) on. A product takes five cycles and two
+// start in each, so the tokens take turns: each one's next word waits for its last.
+template <int WORDS, int N, class Q> LEAN_INLINE void add_words(const __m512i* w, Q&& q, __m512i* dot) {
+#pragma GCC unroll 8
+    for (int i = 0; i < WORDS; ++i)
+#pragma GCC unroll 16
+        for (int t = 0; t < N; ++t) dot[t] = add_unsigned(dot[t], w[i], q(t) + 4 * i);
+}
+
 // ---- blocks of 256 elements, Q8_K activations: four steps of 64 elements -----------------------------------------
 
 // A step has SUBS runs of 64 / SUBS elements, each with a scale of its own.
@@ -117,14 +134,9 @@ template <> struct Strip256<Q4_K> {
     HeadK4 head;
     LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
     static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
-    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
-        const __m512i mask = bytes512(15);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const __m512i q = load512(p + 64 * (4 + 8 * STEP + i));
-            w[i] = _mm512_and_si512(q, mask);
-            w[8 + i] = _mm512_and_si512(_mm512_srli_epi32(q, 4), mask);
-        }
+    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) {
+        const __m512i q = load512(p + 64 * (4 + 8 * STEP + i % 8));
+        return _mm512_and_si512(i < 8 ? q : _mm512_srli_epi32(q, 4), bytes512(15));
     }
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
         return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
@@ -143,14 +155,10 @@ template <> struct Strip256<Q5_K> {
                                     : _mm512_srli_epi32(h, static_cast<unsigned>(BIT > 4 ? BIT - 4 : 0));
         return _mm512_and_si512(at, bytes512(16));
     }
-    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
-        const __m512i mask = bytes512(15);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const __m512i q = load512(p + 64 * (12 + 8 * STEP + i)), h = load512(p + 64 * (4 + i));
-            w[i] = mask_or(q, mask, high<2 * STEP>(h));
-            w[8 + i] = mask_or(_mm512_srli_epi32(q, 4), mask, high<2 * STEP + 1>(h));
-        }
+    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) {
+        const __m512i q = load512(p + 64 * (12 + 8 * STEP + i % 8)), h = load512(p + 64 * (4 + i % 8));
+        return i < 8 ? mask_or(q, bytes512(15), high<2 * STEP>(h))
+                     : mask_or(_mm512_srli_epi32(q, 4), bytes512(15), high<2 * STEP + 1>(h));
     }
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
         return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
@@ -171,43 +179,43 @@ template <> struct Strip256<Q6_K> {
         head.d = halves16(rest);
     }
     static constexpr int first(int step, int sub) { return 128 * (step / 2) + 32 * sub + 16 * (step % 2); }
-    template <int STEP> LEAN_INLINE void load(const uint8_t* p, __m512i* w) const {
+    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) {
         constexpr int half = STEP / 2, part = 4 * (STEP % 2);
-        const __m512i mask = bytes512(15), two = bytes512(0x30);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const __m512i a = load512(p + 64 * (16 * half + part + i)), b = load512(p + 64 * (16 * half + 8 + part + i));
-            const __m512i h = load512(p + 64 * (32 + 8 * half + part + i));
-            w[i] = mask_or(a, mask, _mm512_and_si512(_mm512_slli_epi32(h, 4), two));
-            w[4 + i] = mask_or(b, mask, _mm512_and_si512(_mm512_slli_epi32(h, 2), two));
-            w[8 + i] = mask_or(_mm512_srli_epi32(a, 4), mask, _mm512_and_si512(h, two));
-            w[12 + i] = mask_or(_mm512_srli_epi32(b, 4), mask, _mm512_and_si512(_mm512_srli_epi32(h, 2), two));
-        }
+        const int pair = i / 4;  // 0 and 1: low nibbles, 2 and 3: high ones
+        const __m512i q = load512(p + 64 * (16 * half + 8 * (pair % 2) + part + i % 4));
+        const __m512i h = load512(p + 64 * (32 + 8 * half + part + i % 4));
+        const __m512i at = pair == 0 ? _mm512_slli_epi32(h, 4) : pair == 1 ? _mm512_slli_epi32(h, 2)
+                         : pair == 2 ? h : _mm512_srli_epi32(h, 2);
+        return mask_or(pair < 2 ? q : _mm512_srli_epi32(q, 4), bytes512(15), _mm512_and_si512(at, bytes512(0x30)));
     }
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
         return signed_byte_float(head.scale[2 * (STEP / 2) + sub / 2], 2 * (sub % 2) + STEP % 2);
     }
 };
 
-// One step for N tokens: sums[t] += scale * dot for each run. The order of additions is the same for every N.
+// A run of a step for N tokens: sums[t] += scale * dot. The order of additions is the same for every N.
+template <class S, int STEP, int SUB, int N>
+LEAN_INLINE void run_256(const S& s, const uint8_t* p, const ActGroup* const* group, __m512* sums) {
+    constexpr int per = 16 / S::subs, first = S::first(STEP, SUB);
+    __m512i w[per], dot[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < per; ++i) w[i] = S::template word<STEP>(p, per * SUB + i);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) dot[t] = _mm512_setzero_si512();
+    add_words<per, N>(w, [&](int t) { return group[t]->q + first; }, dot);
+    const __m512 scale = s.template scale<STEP>(SUB);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), scale, sums[t]);
+}
+
 template <class S, int STEP, int N>
 LEAN_INLINE void step_256(const S& s, const uint8_t* p, const ActGroup* const* group, __m512* sums) {
-    constexpr int per = 16 / S::subs;
-    __m512i w[16];
-    __m512 scale[S::subs];
-    s.template load<STEP>(p, w);
-#pragma GCC unroll 4
-    for (int sub = 0; sub < S::subs; ++sub) scale[sub] = s.template scale<STEP>(sub);
-#pragma GCC unroll 8
-    for (int t = 0; t < N; ++t)
-#pragma GCC unroll 4
-        for (int sub = 0; sub < S::subs; ++sub) {
-            __m512i dot = _mm512_setzero_si512();
-#pragma GCC unroll 8
-            for (int i = 0; i < per; ++i)
-                dot = _mm512_dpbusd_epi32(dot, w[per * sub + i], broadcast4(group[t]->q + S::first(STEP, sub) + 4 * i));
-            sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale[sub], sums[t]);
-        }
+    run_256<S, STEP, 0, N>(s, p, group, sums);
+    run_256<S, STEP, 1, N>(s, p, group, sums);
+    if constexpr (S::subs == 4) {
+        run_256<S, STEP, 2, N>(s, p, group, sums);
+        run_256<S, STEP, 3, N>(s, p, group, sums);
+    }
 }
 
 // sums[t] = -32 * sum of scale * (sum of the activations): what Q6_K's unsigned bytes have too much.
@@ -217,7 +225,7 @@ template <int N> LEAN_INLINE void offsets(const __m512i* scale, const ActGroup* 
     __m512i wide[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) wide[i] = _mm512_srai_epi16(_mm512_shuffle_epi8(scale[i / 2], pairs[i % 2]), 8);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         __m512i sum = _mm512_setzero_si512();
         const auto* of_16 = reinterpret_cast<const uint8_t*>(group[t]->sums);
@@ -232,7 +240,7 @@ template <int N> LEAN_INLINE void minima(const HeadK4& head, const ActGroup* con
     __m512 min[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) min[j] = byte_float(head.min[j / 4], j % 4);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 8
@@ -249,7 +257,7 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
     const ActGroup* group[N];
     const float* act_scale[N];
     __m512 acc[N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         group[t] = reinterpret_cast<const ActGroup*>(act[t]);
         act_scale[t] = reinterpret_cast<const float*>(group[t] + groups);
@@ -264,20 +272,20 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
             offsets<N>(s.head.scale, group, sums);
         } else {
             minima<N>(s.head, group, acc);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_ps();
         }
         step_256<S, 0, N>(s, w, group, sums);
         step_256<S, 1, N>(s, w, group, sums);
         step_256<S, 2, N>(s, w, group, sums);
         step_256<S, 3, N>(s, w, group, sums);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int t = 0; t < N; ++t) {
             acc[t] = _mm512_fmadd_ps(sums[t], _mm512_mul_ps(s.head.d, _mm512_set1_ps(act_scale[t][g])), acc[t]);
             ++group[t];
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
 }
 
@@ -406,7 +414,7 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
     const int64_t blocks = cols / 32;
     const uint8_t* rest = w + blocks * S::words * 64;
     __m512 acc[N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) acc[t] = _mm512_setzero_ps();
     for (int64_t k = 0; k < blocks; ++k, w += S::words * 64, rest += S::rest * STRIP) {
         prefetch_strip<S::words * 64>(w);
@@ -428,7 +436,7 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
             if constexpr (S::has_min) acc[t] = _mm512_fmadd_ps(b.m, _mm512_set1_ps(group->s[j]), acc[t]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
 }
 
@@ -445,9 +453,14 @@ LEAN_INLINE void strip(const uint8_t* w, int64_t cols, const uint8_t* const* act
 template <int TYPE>
 void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
                 int64_t stride) {
+    constexpr int WIDE = Block<TYPE>::size == 256 ? 16 : 8;  // tokens for which a strip is unpacked once
     for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), out += STRIP) {
         int t = 0;
-        for (; n - t >= 8; t += 8) strip<TYPE, 8>(w, cols, act + t, out + t * stride, stride);
+        for (; n - t >= WIDE; t += WIDE) strip<TYPE, WIDE>(w, cols, act + t, out + t * stride, stride);
+        if (WIDE > 8 && (n - t) & 8) {
+            strip<TYPE, 8>(w, cols, act + t, out + t * stride, stride);
+            t += 8;
+        }
         if ((n - t) & 4) {
             strip<TYPE, 4>(w, cols, act + t, out + t * stride, stride);
             t += 4;
