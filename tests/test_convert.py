@@ -11,7 +11,7 @@ import pytest
 from leanmoe import LLM
 from leanmoe.convert import CheckpointSource
 from leanmoe.pack import export_gguf, pack_source, verify_pack
-from oracles.tiny import ARCHITECTURES, gpt_oss_rope
+from oracles.tiny_families import ARCHITECTURES, gpt_oss_rope
 
 # llama.cpp rounds the bounds of gpt-oss's YaRN to whole pairs, and ranks DeepSeek-V2's groups of experts by the sum of
 # the best two, whatever the model was trained with.

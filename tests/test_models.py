@@ -432,7 +432,8 @@ def test_types_without_a_kernel_are_computed_exactly(quant: str, packed: PackTin
 def test_quantised_models_agree_with_llama_cpp(arch: str, quant: str, tmp_path: Path) -> None:
     """The same file must mean the same to lean and to llama.cpp, for every architecture and type."""
     from oracles.llama_cpp import LlamaCpp, kl_and_top1
-    from oracles.tiny import gpt_oss_rope, tiny_gguf
+    from oracles.tiny import tiny_gguf
+    from oracles.tiny_families import gpt_oss_rope
 
     # llama.cpp does not do without the rounding that the model was trained without.
     llama_cpp = {"gpt-oss": {"rope_parameters": gpt_oss_rope(whole_pairs=True)}}

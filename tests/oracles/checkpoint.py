@@ -32,7 +32,7 @@ def tiny_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> TinyCheckpoint:
-    """Save a random model of `arch` (one of `oracles.tiny.ARCHITECTURES`) to `folder`; `overrides` as in `tiny_gguf`.
+    """Save a random model of `arch` (one of `tiny_families.ARCHITECTURES`) to `folder`; `overrides` as in `tiny_gguf`.
 
     With another `dtype` the model that is returned has the rounded values, in float32.
     """
