@@ -1,5 +1,5 @@
-// The unit for AVX-512 with VNNI. A group of 256 weights is unpacked into registers once and multiplied with up
-// to eight tokens, so decoding and prefill run the same additions in the same order.
+// The unit for AVX-512 with VNNI. Weights are unpacked into registers once and multiplied with up to eight tokens
+// (sixteen, where rows are interleaved), so decoding and prefill run the same additions in the same order.
 #include "attend.h"
 #include "delta.h"
 #include "encode.h"

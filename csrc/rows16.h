@@ -95,13 +95,28 @@ LEAN_INLINE __m512i add_unsigned(__m512i dot, __m512i w, const uint8_t* p) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dot) : "v"(w), "m"(*reinterpret_cast<const int32_t*>(p)));
     return dot;
 }
-// dot[t] += words times the activations from q(t) on. A product takes five cycles and two
-// start in each, so the tokens take turns: each one's next word waits for its last.
-template <int WORDS, int N, class Q> LEAN_INLINE void add_words(const __m512i* w, Q&& q, __m512i* dot) {
+// dot + signed bytes of `w` times four unsigned bytes at p.
+LEAN_INLINE __m512i add_signed(__m512i dot, __m512i w, const uint8_t* p) {
+    return _mm512_dpbusd_epi32(dot, broadcast4(p), w);
+}
+
+// dot[t] += words times the activations from q(t) on, with ADD one of the above. A product takes five cycles and two
+// start in each, so the tokens take turns: each one's next word waits for its last. A token alone has two sums.
+template <auto ADD, int WORDS, int N, class Q> LEAN_INLINE void add_words(const __m512i* w, Q&& q, __m512i* dot) {
+    constexpr int sums = N == 1 ? 2 : 1;
+    __m512i second[N];
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) second[t] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int i = 0; i < WORDS; ++i)
 #pragma GCC unroll 16
-        for (int t = 0; t < N; ++t) dot[t] = add_unsigned(dot[t], w[i], q(t) + 4 * i);
+        for (int t = 0; t < N; ++t) {
+            __m512i& sum = i % sums == 0 ? dot[t] : second[t];
+            sum = ADD(sum, w[i], q(t) + 4 * i);
+        }
+    if constexpr (sums == 2)
+#pragma GCC unroll 16
+        for (int t = 0; t < N; ++t) dot[t] = _mm512_add_epi32(dot[t], second[t]);
 }
 
 // ---- blocks of 256 elements, Q8_K activations: four steps of 64 elements -----------------------------------------
@@ -202,7 +217,7 @@ LEAN_INLINE void run_256(const S& s, const uint8_t* p, const ActGroup* const* gr
     for (int i = 0; i < per; ++i) w[i] = S::template word<STEP>(p, per * SUB + i);
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) dot[t] = _mm512_setzero_si512();
-    add_words<per, N>(w, [&](int t) { return group[t]->q + first; }, dot);
+    add_words<add_unsigned, per, N>(w, [&](int t) { return group[t]->q + first; }, dot);
     const __m512 scale = s.template scale<STEP>(SUB);
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), scale, sums[t]);
@@ -407,34 +422,46 @@ template <> struct Strip32<Q5_1> {
     }
 };
 
-// The activations are stored with 128 added, the unsigned operand, so that the weights may be signed.
+// acc[t] += a block's scale * dot, and its minimum, for N tokens: block j of the group. The activations are stored
+// with 128 added, the unsigned operand, so that the weights may be signed.
+template <bool HAS_MIN, int N>
+LEAN_INLINE void block_32(const Block16& b, const ActGroup* const* group, int64_t j, __m512* acc) {
+    __m512i bias[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, dot[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) bias[i / 4] = _mm512_dpbusd_epi32(bias[i / 4], bytes512(128), b.w[i]);
+    const __m512i too_much = _mm512_add_epi32(bias[0], bias[1]);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) dot[t] = _mm512_setzero_si512();
+    add_words<add_signed, 8, N>(b.w, [&](int t) { return group[t]->q + 32 * j; }, dot);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) {
+        const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(dot[t], too_much));
+        acc[t] = _mm512_fmadd_ps(sum, _mm512_mul_ps(b.d, _mm512_set1_ps(group[t]->d[j])), acc[t]);
+        if constexpr (HAS_MIN) acc[t] = _mm512_fmadd_ps(b.m, _mm512_set1_ps(group[t]->s[j]), acc[t]);
+    }
+}
+
 template <int TYPE, int N>
 LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
     using S = Strip32<TYPE>;
-    const int64_t blocks = cols / 32;
-    const uint8_t* rest = w + blocks * S::words * 64;
+    const uint8_t* rest = w + cols / 32 * S::words * 64;
+    const ActGroup* group[N];
     __m512 acc[N];
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) acc[t] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < blocks; ++k, w += S::words * 64, rest += S::rest * STRIP) {
-        prefetch_strip<S::words * 64>(w);
-        Block16 b;
-        S::read(w, rest, b);
-        const int j = static_cast<int>(k % 8);
-        __m512i bias = _mm512_setzero_si512();
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) bias = _mm512_dpbusd_epi32(bias, bytes512(128), b.w[i]);
-#pragma GCC unroll 8
-        for (int t = 0; t < N; ++t) {
-            const ActGroup* group = reinterpret_cast<const ActGroup*>(act[t]) + k / 8;
-            const uint8_t* q = group->q + 32 * j;
-            __m512i dot[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) dot[i / 4] = _mm512_dpbusd_epi32(dot[i / 4], broadcast4(q + 4 * i), b.w[i]);
-            const __m512i sum = _mm512_sub_epi32(_mm512_add_epi32(dot[0], dot[1]), bias);
-            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(b.d, _mm512_set1_ps(group->d[j])), acc[t]);
-            if constexpr (S::has_min) acc[t] = _mm512_fmadd_ps(b.m, _mm512_set1_ps(group->s[j]), acc[t]);
+    for (int t = 0; t < N; ++t) {
+        group[t] = reinterpret_cast<const ActGroup*>(act[t]);
+        acc[t] = _mm512_setzero_ps();
+    }
+    for (int64_t left = cols / 32; left > 0; left -= 8) {
+        const int64_t blocks = left < 8 ? left : 8;
+        for (int64_t j = 0; j < blocks; ++j, w += S::words * 64, rest += S::rest * STRIP) {
+            prefetch_strip<S::words * 64>(w);
+            Block16 b;
+            S::read(w, rest, b);
+            block_32<S::has_min, N>(b, group, j, acc);
         }
+#pragma GCC unroll 16
+        for (int t = 0; t < N; ++t) ++group[t];
     }
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
@@ -453,11 +480,10 @@ LEAN_INLINE void strip(const uint8_t* w, int64_t cols, const uint8_t* const* act
 template <int TYPE>
 void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
                 int64_t stride) {
-    constexpr int WIDE = Block<TYPE>::size == 256 ? 16 : 8;  // tokens for which a strip is unpacked once
     for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), out += STRIP) {
         int t = 0;
-        for (; n - t >= WIDE; t += WIDE) strip<TYPE, WIDE>(w, cols, act + t, out + t * stride, stride);
-        if (WIDE > 8 && (n - t) & 8) {
+        for (; n - t >= 16; t += 16) strip<TYPE, 16>(w, cols, act + t, out + t * stride, stride);
+        if ((n - t) & 8) {
             strip<TYPE, 8>(w, cols, act + t, out + t * stride, stride);
             t += 8;
         }
