@@ -158,6 +158,12 @@ Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols) {
     return {format, layout, rows, cols};
 }
 
+Activation make_activation(int kind, float limit, float alpha) {
+    if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
+        throw std::invalid_argument("unknown activation " + std::to_string(kind));
+    return {static_cast<Activation::Kind>(kind), limit, alpha};
+}
+
 uint8_t* Scratch::get(size_t bytes) {
     if (bytes > size_) {
         release();

@@ -24,6 +24,9 @@ struct Matrix {
 // Throws std::invalid_argument unless a product of this type and shape exists.
 Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols);
 
+// Throws std::invalid_argument for a kind that does not exist.
+Activation make_activation(int kind, float limit, float alpha);
+
 // One matrix of an expert: where it lies in the expert's bytes, its bias and its scale (offset -1: none).
 struct ExpertMatrix {
     Matrix matrix;

@@ -8,6 +8,7 @@
 
 #include "engine.h"
 #include "isa.h"
+#include "perform.h"
 
 namespace nb = nanobind;
 using namespace lean;
@@ -16,18 +17,10 @@ void bind_step(nb::module_& m);  // module_step.cpp
 
 namespace {
 
-template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
-
 const Format& format_of(int32_t qtype) {
     const Format* format = find_format(qtype);
     if (format == nullptr) throw std::invalid_argument("no format for tensor type " + std::to_string(qtype));
     return *format;
-}
-
-Activation activation(int kind, float limit, float alpha) {
-    if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
-        throw std::invalid_argument("unknown activation " + std::to_string(kind));
-    return {static_cast<Activation::Kind>(kind), limit, alpha};
 }
 
 int64_t check_section(int64_t offset, int64_t bytes, int64_t slot_bytes, const char* what) {
@@ -74,7 +67,8 @@ public:
         call.tokens = tokens;
         call.out = pointer<float>(out);
         call.out_rows = out_rows;
-        call.activation = activation(kind, limit, alpha);
+        call.activation = make_activation(kind, limit, alpha);
+        refuse_tape("an expert's product");
         nb::gil_scoped_release released;
         Engine::get().moe_ffn(plan_, call);
     }
@@ -110,8 +104,9 @@ public:
         if (out.size() != group_.size()) throw std::invalid_argument("one result is wanted for each matrix");
         std::vector<float*> results;
         for (uintptr_t each : out) results.push_back(pointer<float>(each));
-        nb::gil_scoped_release released;
-        Engine::get().linear_group(group_, pointer<const float>(x), tokens, results);
+        perform([this, x, tokens, results = std::move(results)] {
+            Engine::get().linear_group(group_, pointer<const float>(x), tokens, results);
+        });
     }
 
 private:
@@ -124,9 +119,10 @@ void linear_each(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, in
     if (count < 1 || w_bytes % count != 0 || matrix.bytes() != w_bytes / count)
         throw std::invalid_argument("a matrix takes " + std::to_string(matrix.bytes()) + " bytes; " +
                                     std::to_string(count) + " are said to lie in " + std::to_string(w_bytes));
-    nb::gil_scoped_release released;
-    Engine::get().linear(pointer<const uint8_t>(w), matrix, count, pointer<const float>(x), tokens,
-                         pointer<float>(out));
+    perform([=] {
+        Engine::get().linear(pointer<const uint8_t>(w), matrix, count, pointer<const float>(x), tokens,
+                             pointer<float>(out));
+    });
 }
 
 void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, uintptr_t x,
@@ -137,6 +133,7 @@ void linear(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t
 void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
     const Format& format = format_of(qtype);
     if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+    refuse_tape("dequantisation");
     nb::gil_scoped_release released;
     Engine::get().dequantize(pointer<const uint8_t>(w), format, rows, cols, pointer<float>(out));
 }
@@ -144,6 +141,7 @@ void dequantize(uintptr_t w, int32_t qtype, int64_t rows, int64_t cols, uintptr_
 bool encode(uintptr_t x, int32_t qtype, int64_t rows, int64_t cols, uintptr_t out) {
     const Format& format = format_of(qtype);
     if (cols % format.block != 0) throw std::invalid_argument("a row is not made of whole blocks");
+    refuse_tape("quantisation");
     nb::gil_scoped_release released;
     return Engine::get().encode(pointer<const float>(x), format, rows, cols, pointer<uint8_t>(out));
 }
@@ -152,12 +150,13 @@ void embed(uintptr_t w, int32_t qtype, int32_t layout, int64_t rows, int64_t col
            uintptr_t out) {
     const Matrix matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
     const int64_t* id = pointer<const int64_t>(ids);
-    for (int64_t i = 0; i < count; ++i)
-        if (id[i] < 0 || id[i] >= rows)
-            throw std::invalid_argument("row " + std::to_string(id[i]) + " is outside a table of " +
-                                        std::to_string(rows));
-    nb::gil_scoped_release released;
-    Engine::get().embed(pointer<const uint8_t>(w), matrix, id, count, pointer<float>(out));
+    perform([=] {
+        for (int64_t i = 0; i < count; ++i)
+            if (id[i] < 0 || id[i] >= rows)
+                throw std::invalid_argument("row " + std::to_string(id[i]) + " is outside a table of " +
+                                            std::to_string(rows));
+        Engine::get().embed(pointer<const uint8_t>(w), matrix, id, count, pointer<float>(out));
+    });
 }
 
 void arrange(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_t rows, int64_t cols, bool alone) {
@@ -165,6 +164,7 @@ void arrange(uintptr_t w, int64_t w_bytes, int32_t qtype, int32_t layout, int64_
     if (matrix.bytes() != w_bytes)
         throw std::invalid_argument("a matrix takes " + std::to_string(matrix.bytes()) + " bytes, not " +
                                     std::to_string(w_bytes));
+    refuse_tape("rearranging");
     nb::gil_scoped_release released;
     Engine::get().arrange(pointer<uint8_t>(w), matrix, alone);
 }
@@ -173,15 +173,12 @@ bool multiplies(int32_t qtype, int32_t layout) {
     return Engine::get().multiplies(qtype, static_cast<Layout>(layout));
 }
 
-void glu(int kind, float limit, float alpha, uintptr_t gate, uintptr_t up, int64_t n) {
-    Engine::get().table().glu(activation(kind, limit, alpha), pointer<float>(gate), pointer<const float>(up), n);
-}
-
 void convolve(uintptr_t recent, uintptr_t x, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t channels,
               int64_t taps) {
     if (tokens < 1 || channels < 1 || taps < 1) throw std::invalid_argument("these are not the sizes of a convolution");
     const ConvolutionCall call = {pointer<const float>(recent), pointer<const float>(x), pointer<const float>(weight),
                                   pointer<float>(out),          tokens,                  channels, taps};
+    refuse_tape("a convolution");
     nb::gil_scoped_release released;
     Engine::get().convolve(call);
 }
@@ -193,6 +190,7 @@ void delta_rule(uintptr_t memory, uintptr_t q, uintptr_t k, uintptr_t v, uintptr
     const DeltaCall call = {pointer<float>(memory), pointer<const float>(q),    pointer<const float>(k),
                             pointer<const float>(v), pointer<const float>(beta), pointer<const float>(keep),
                             pointer<float>(out),     tokens,  key_heads, heads, key_dim, value_dim, grouped};
+    refuse_tape("a delta net");
     nb::gil_scoped_release released;
     Engine::get().delta_rule(call);
 }
@@ -233,7 +231,6 @@ NB_MODULE(_cpu, m) {
             types.push_back(portable_table().encoders[i].qtype);
         return types;
     });
-    m.def("glu", &glu);
     bind_step(m);
     m.def("convolve", &convolve);
     m.def("delta_rule", &delta_rule);

@@ -181,4 +181,36 @@ void sum_token(const SumCall& c, int64_t token) {
         for (int64_t i = 0; i < c.width; ++i) out[i] += rows[j * c.width + i] * weights[j];
 }
 
+void add_row(const AddCall& c, int64_t row) {
+    const float *x = c.x + row * c.width, *y = c.every ? c.y : c.y + row * c.width;
+    float* out = c.out + row * c.width;
+    for (int64_t i = 0; i < c.width; ++i) out[i] = x[i] + c.scale * y[i];
+}
+
+void gate_row(const GateCall& c, int64_t row) {
+    const auto sigmoid = [](float x) { return 1.0f / (1.0f + std::exp(-x)); };
+    const float* x = c.x + row * c.width;
+    float* out = c.out + row * c.width;
+    if (c.whole) {
+        const float factor = sigmoid(c.gate[row]);
+        for (int64_t i = 0; i < c.width; ++i) out[i] = x[i] * factor;
+    } else {
+        for (int64_t i = 0; i < c.width; ++i) out[i] = x[i] * sigmoid(c.gate[row * c.width + i]);
+    }
+}
+
+void angle_row(const AngleCall& c, int64_t token) {
+    const auto position = static_cast<double>(c.positions[token]);
+    for (int64_t i = 0; i < c.half; ++i) {
+        const double angle = position * c.frequencies[i];
+        c.cos[token * c.half + i] = static_cast<float>(std::cos(angle) * c.magnitude);
+        c.sin[token * c.half + i] = static_cast<float>(std::sin(angle) * c.magnitude);
+    }
+}
+
+void copy_row(const CopyCall& c, int64_t row) {
+    std::copy_n(c.from + row / c.inner * c.outer_stride + row % c.inner * c.inner_stride, c.width,
+                c.to + row * c.width);
+}
+
 }  // namespace lean

@@ -57,4 +57,44 @@ struct SumCall {
 };
 void sum_token(const SumCall& call, int64_t token);
 
+// out = x + scale * y
+struct AddCall {
+    const float* x;  // [rows][width]
+    const float* y;  // [rows][width], or [width] for every row
+    float* out;      // [rows][width]
+    int64_t width;
+    float scale;
+    bool every;
+};
+void add_row(const AddCall& call, int64_t row);
+
+// out = x * sigmoid(gate)
+struct GateCall {
+    const float* x;     // [rows][width]
+    const float* gate;  // [rows][width], or [rows] for a whole row
+    float* out;         // [rows][width]
+    int64_t width;
+    bool whole;
+};
+void gate_row(const GateCall& call, int64_t row);
+
+// cos and sin of position * frequency, times the magnitude, for every pair of dimensions.
+struct AngleCall {
+    const double* frequencies;  // [half]
+    const int64_t* positions;   // [tokens]
+    float *cos, *sin;           // [tokens][half]
+    int64_t half;
+    double magnitude;
+};
+void angle_row(const AngleCall& call, int64_t token);
+
+// Rows of a tensor of three dimensions, one after the other.
+struct CopyCall {
+    const float* from;
+    float* to;  // [outer][inner][width]
+    int64_t inner, width;
+    int64_t outer_stride, inner_stride;  // of `from`, in numbers
+};
+void copy_row(const CopyCall& call, int64_t row);
+
 }  // namespace lean

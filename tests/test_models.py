@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from leanmoe import LLM
+from leanmoe import LLM, kernels
 from leanmoe.bench.make_model import make_model
 from leanmoe.engine.sequence import Sequence, prefill
 from leanmoe.errors import ExpertReadError
@@ -156,12 +156,17 @@ def test_no_predictor_changes_a_bit(arch: str, predictor: Any, packed: PackTiny)
         assert torch.equal(_decode(llm, TOKENS[:40]), decoded)
 
 
+def _nothing(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of experts' outputs that count for nothing."""
+    return kernels.scaled(kernels.weighted_sum(outputs, weights), 0.0)
+
+
 def test_the_look_ahead_is_exact_where_layers_change_nothing(
     packed: PackTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would apply another norm or router than the layer it speaks of, and foresee little."""
     _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0]))
+    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
     said: dict[int, Any] = {}
     picked: dict[int, list[int]] = {}
     with LLM(path, cache=2 * _floor(path), prefetch="on") as llm:
@@ -188,9 +193,7 @@ def test_recall_of_the_look_ahead_is_counted_for_each_distance(
         assert set(real.recall()) == {1, 2, 3, 4, 5}
         assert all(named <= every == 1.0 for named, every in real.recall().values())
         assert 0 < real.recall()[1][0] < 1
-        monkeypatch.setattr(
-            "leanmoe.models.moe.weighted_sum", lambda outputs, _: torch.zeros_like(outputs[:, 0])
-        )
+        monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
         for layer in llm.decoder.layers:
             layer.mixer.out.data.zero_()
         exact = llm.decoder.judge_look_ahead([2], 6)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from leanmoe.formats.quant_types import QuantType
-from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step
+from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step, types
 from leanmoe.kernels.cpu import (
     arrange,
     arrange_expert,
@@ -25,22 +25,31 @@ from leanmoe.kernels.cpu import (
     set_isa,
     set_num_threads,
 )
+from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn
 from leanmoe.kernels.types import ExpertBatch, RoutingRule, Weight
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
     "ExpertBatch",
+    "Tape",
     "Weight",
+    "add",
+    "addresses",
+    "angles",
     "arrange",
     "arrange_expert",
     "arranged",
+    "aside",
     "available_isas",
     "best_layout",
     "compiled_isas",
+    "contiguous",
     "delta_rule",
     "dequantize",
     "embed",
+    "empty",
     "get_num_threads",
+    "glu",
     "isa",
     "largest",
     "linear",
@@ -49,13 +58,17 @@ __all__ = [
     "moe_ffn",
     "quantize",
     "quantized_types",
+    "recording",
     "release_scratch",
     "rms_norm",
     "route",
+    "scaled",
     "scratch_bytes",
     "set_isa",
     "set_num_threads",
     "short_convolution",
+    "sigmoid_gate",
+    "turn",
     "turn_heads",
     "weighted_sum",
 ]
@@ -185,3 +198,40 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """rows [N, k, D], weights [N, k] -> [N, D], added from the first to the last."""
     run = cpu_step.weighted_sum if rows.is_cpu else torch_step.weighted_sum
     return run(rows, weights)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """x + scale * y: x [N, D], y [N, D] or [D]."""
+    return cpu_step.add(x, y, scale) if x.is_cpu else x.add(y, alpha=scale)
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor, for x [N, D]; x itself where the factor is 1."""
+    if factor == 1.0:
+        return x
+    return cpu_step.scaled(x, factor) if x.is_cpu else x * factor
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up, [N, F] each, with the activations of `moe_ffn`."""
+    if gate.is_cpu:
+        return cpu_step.glu(gate, up, activation)
+    return torch_reference.glu(types.activation(activation), gate, up)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate): x [N, D], gate [N, D], or [N, 1] for whole rows."""
+    return cpu_step.sigmoid_gate(x, gate) if x.is_cpu else x * gate.sigmoid()
+
+
+def angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, magnitude: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [T, 1, half] of positions (int64 [T]) times frequencies (float64 [half]), times `magnitude`."""
+    run = cpu_step.angles if frequencies.is_cpu else torch_step.angles
+    return run(frequencies, positions, magnitude)
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its numbers lie one after the other, else a copy of which they do."""
+    return cpu_step.contiguous(x) if x.is_cpu else x.contiguous()

@@ -207,6 +207,30 @@ def check_sum(rows: torch.Tensor, weights: torch.Tensor) -> None:
         raise ValueError(f"rows {tuple(rows.shape)} have no weights {tuple(weights.shape)}")
 
 
+def check_add(x: torch.Tensor, y: torch.Tensor) -> None:
+    """x [N, D] and what is added to it, y [N, D] or [D], must fit each other."""
+    check_tensor("x", x, torch.float32, 2, x.device)
+    check_tensor("y", y, torch.float32, 1 if y.dim() == 1 else 2, x.device)
+    if y.shape != (x.shape if y.dim() == 2 else x.shape[1:]):
+        raise ValueError(f"y {tuple(y.shape)} cannot be added to x {tuple(x.shape)}")
+
+
+def check_glu(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """gate and up [N, F] must have one shape."""
+    check_tensor("gate", gate, torch.float32, 2, gate.device)
+    check_tensor("up", up, torch.float32, 2, gate.device)
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} do not fit each other")
+
+
+def check_gate(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """x [N, D] and its gate [N, D] or [N, 1] must fit each other."""
+    check_tensor("x", x, torch.float32, 2, x.device)
+    check_tensor("gate", gate, torch.float32, 2, x.device)
+    if gate.shape not in (x.shape, (x.shape[0], 1)):
+        raise ValueError(f"a gate {tuple(gate.shape)} does not fit x {tuple(x.shape)}")
+
+
 def check_attend(
     q: torch.Tensor,
     k: torch.Tensor,

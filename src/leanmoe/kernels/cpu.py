@@ -28,6 +28,7 @@ from leanmoe.kernels.checks import (
     check_tensor,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
+from leanmoe.kernels.tape import aside, empty
 from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
@@ -49,13 +50,13 @@ _MAX_PLANS = 4096
 def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     """x @ w.T: float32 [T, rows] for x float32 [T, cols]. Raises `ValueError` where they do not fit."""
     check_linear(w, x)
-    out = torch.empty((x.shape[0], w.shape[0]), dtype=torch.float32)
+    out = empty((x.shape[0], w.shape[0]))
     if x.shape[0] == 0 or w.shape[0] == 0:
         return out
     if w.qtype.id in _PRODUCTS:
         _linear(w, x, out)
     else:
-        _linear_dequantized(w, x, out)
+        aside(lambda _: _linear_dequantized(w, x, out))
     return out
 
 
@@ -75,7 +76,7 @@ class LinearGroup:
         tokens, cols = x.shape
         if cols != self._cols:
             raise ValueError(f"x has {cols} columns, the weights have {self._cols}")
-        out = [torch.empty((tokens, rows)) for rows in self._rows]
+        out = [empty((tokens, rows)) for rows in self._rows]
         if tokens:
             self._group.run(x.data_ptr(), tokens, [each.data_ptr() for each in out])
         return out
@@ -93,16 +94,21 @@ def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
     """
     rows = check_linear_each(w, x)
     tokens, count, cols = x.shape
+    out = empty((tokens, count, rows))
     if w.qtype.id not in _PRODUCTS:
-        parts = zip(w.data.chunk(count), x.unbind(1), strict=True)
-        each = [linear(Weight(data, w.qtype, (rows, cols)), part.contiguous()) for data, part in parts]
-        return torch.stack(each, dim=1)
-    out = torch.empty((tokens, count, rows), dtype=torch.float32)
+        aside(lambda _: _linear_each_dequantized(w, x, out))
+        return out
     if tokens:
         data = w.data
         matrices = data.data_ptr(), data.numel(), w.qtype.id, _LAYOUTS[w.layout], rows, cols, count
         _cpu.linear_each(*matrices, x.data_ptr(), tokens, out.data_ptr())
     return out
+
+
+def _linear_each_dequantized(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
+    _, count, cols = x.shape
+    for i, data in enumerate(w.data.chunk(count)):
+        out[:, i] = linear(Weight(data, w.qtype, (out.shape[2], cols)), x[:, i].contiguous())
 
 
 def _linear(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -133,14 +139,19 @@ def _say_slow(name: str) -> None:
 def embed(w: Weight, ids: torch.Tensor) -> torch.Tensor:
     """Rows `ids` (int64 [T]) of the table as float32 [T, cols]. Raises `ValueError` for a row outside it."""
     check_embed(w, ids)
-    out = torch.empty((ids.shape[0], w.shape[1]), dtype=torch.float32)
+    out = empty((ids.shape[0], w.shape[1]))
     if w.qtype.id in _PRODUCTS:
         table = w.data.data_ptr(), w.qtype.id, _LAYOUTS[w.layout], *w.shape
         _cpu.embed(*table, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out
+    aside(lambda _: _embed_dequantized(w, ids, out))
+    return out
+
+
+def _embed_dequantized(w: Weight, ids: torch.Tensor, out: torch.Tensor) -> None:
     check_range("row", ids, w.shape[0])
     rows = w.data.view(w.shape[0], -1)[ids].view(-1)
-    return dequantize_rows(rows, w.qtype, ids.shape[0], w.shape[1])
+    out.copy_(dequantize_rows(rows, w.qtype, ids.shape[0], w.shape[1]))
 
 
 def best_layout(qtype: QuantType, rows: int) -> str:
@@ -234,9 +245,7 @@ def moe_ffn(
         x.shape[0],
         out.data_ptr(),
         out.shape[0],
-        act.code,
-        act.limit,
-        act.alpha,
+        *act.numbers,
     )
 
 
@@ -270,7 +279,7 @@ def _ffn_dequantized(
         rows = x[batch.token[begin : begin + count].long()]
         gate = _expert_product(layout, slot, "gate", rows)
         up = _expert_product(layout, slot, "up", rows)
-        _cpu.glu(act.code, act.limit, act.alpha, gate.data_ptr(), up.data_ptr(), count * inner)
+        _cpu.glu(*act.numbers, gate.data_ptr(), up.data_ptr(), gate.data_ptr(), count, inner)
         out[batch.dest[begin : begin + count].long()] = _expert_product(layout, slot, "down", gate)
         begin += count
 

@@ -6,15 +6,26 @@ Each row is computed by itself, so its bits depend neither on the other rows nor
 import torch
 
 from leanmoe.kernels import _cpu
-from leanmoe.kernels.checks import check_attend, check_norm, check_route, check_sum, check_tensor, check_turn
-from leanmoe.kernels.types import GATINGS, RoutingRule
+from leanmoe.kernels.checks import (
+    check_add,
+    check_attend,
+    check_gate,
+    check_glu,
+    check_norm,
+    check_route,
+    check_sum,
+    check_tensor,
+    check_turn,
+)
+from leanmoe.kernels.tape import addresses, empty, recording
+from leanmoe.kernels.types import GATINGS, RoutingRule, activation
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `kernels.rms_norm`. Raises `ValueError` for tensors that do not fit."""
-    x = x.contiguous()
+    x = contiguous(x)
     check_norm(x, weight)
-    out, width = torch.empty_like(x), weight.numel()
+    out, width = empty(x.shape), weight.numel()
     _cpu.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
     return out
 
@@ -29,9 +40,9 @@ def turn_heads(
     eps: float,
 ) -> torch.Tensor:
     """As `kernels.turn_heads`. Raises `ValueError` for tensors that do not fit."""
-    x = x.contiguous()
+    x = contiguous(x)
     check_turn(x, cos, sin, norm)
-    out, (tokens, heads, dim) = torch.empty_like(x), x.shape
+    out, (tokens, heads, dim) = empty(x.shape), x.shape
     _cpu.turn_heads(
         x.data_ptr(),
         cos.data_ptr(),
@@ -54,8 +65,8 @@ def route(
     """As `kernels.route`; of equal scores the lower id comes first. Raises `ValueError` for what does not fit."""
     check_route(logits, bias)
     tokens, experts = logits.shape
-    ids = torch.empty((tokens, rule.top_k), dtype=torch.int64)
-    weights, chances = torch.empty((tokens, rule.top_k)), torch.empty_like(logits)
+    ids = empty((tokens, rule.top_k), torch.int64)
+    weights, chances = empty((tokens, rule.top_k)), empty(logits.shape)
     _cpu.route(
         logits.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -79,8 +90,67 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As `kernels.weighted_sum`. Raises `ValueError` for tensors that do not fit."""
     check_sum(rows, weights)
     tokens, count, width = rows.shape
-    out = torch.empty((tokens, width))
+    out = empty((tokens, width))
     _cpu.weighted_sum(rows.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, count, width)
+    return out
+
+
+def add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """As `kernels.add`. Raises `ValueError` for tensors that do not fit."""
+    check_add(x, y)
+    out, width = empty(x.shape), x.shape[-1]
+    _cpu.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.shape[0], width, scale, y.dim() == 1)
+    return out
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """As `kernels.scaled`. Raises `ValueError` for a tensor that does not fit."""
+    check_tensor("x", x, torch.float32, 2, x.device)
+    out, (rows, width) = empty(x.shape), x.shape
+    _cpu.scale(x.data_ptr(), out.data_ptr(), rows, width, factor)
+    return out
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
+    """As `kernels.glu`. Raises `ValueError` for tensors that do not fit."""
+    check_glu(gate, up)
+    out = empty(gate.shape)
+    _cpu.glu(*activation(name).numbers, gate.data_ptr(), up.data_ptr(), out.data_ptr(), *gate.shape)
+    return out
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `kernels.sigmoid_gate`. Raises `ValueError` for tensors that do not fit."""
+    check_gate(x, gate)
+    out, (rows, width) = empty(x.shape), x.shape
+    whole = gate.shape[1] == 1
+    _cpu.sigmoid_gate(x.data_ptr(), gate.data_ptr(), out.data_ptr(), rows, width, whole)
+    return out
+
+
+def angles(
+    frequencies: torch.Tensor, positions: torch.Tensor, magnitude: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.angles`. Raises `ValueError` for tensors that do not fit."""
+    check_tensor("frequencies", frequencies, torch.float64, 1, frequencies.device)
+    check_tensor("positions", positions, torch.int64, 1, frequencies.device)
+    tokens, half = positions.numel(), frequencies.numel()
+    cos, sin = (empty((tokens, 1, half), lasting=True) for _ in range(2))
+    made = cos.data_ptr(), sin.data_ptr()
+    _cpu.angles(frequencies.data_ptr(), positions.data_ptr(), *made, tokens, half, magnitude)
+    return cos, sin
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """As `kernels.contiguous`."""
+    if x.is_contiguous():
+        return x
+    if x.dtype != torch.float32 or not 0 < x.dim() <= 3 or x.stride(-1) != 1 or not x.numel():
+        return x.contiguous()  # which a tape refuses
+    strides = (0, 0, *x.stride())[-3:]
+    outer, inner, width = (1, 1, *x.shape)[-3:]
+    out = empty(x.shape)
+    _cpu.copy(x.data_ptr(), out.data_ptr(), outer, inner, width, *strides[:2])
     return out
 
 
@@ -113,21 +183,24 @@ def attend_next(
     """As `kernels.attention.attend_next`. Raises `ValueError` for tensors that do not fit."""
     check_attend(q, k, v, cache, position, sinks, out)
     _, kv_heads, capacity, dim = cache.shape
-    keys = cache.data_ptr()
+    if tape := recording():
+        cache_at, position_at = tape.address_of(cache), tape.position_at
+    else:
+        here = torch.cat((addresses([cache]), torch.tensor([position])))
+        cache_at, position_at = here.data_ptr(), here.data_ptr() + here.element_size()
     _cpu.attend(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        keys,
-        keys + kv_heads * capacity * dim * cache.element_size(),
+        cache_at,
+        position_at,
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         q.shape[-2],
         kv_heads,
         dim,
         capacity,
-        0 if window is None else max(0, position + 1 - window),
-        position + 1,
+        window or capacity,
         scale,
         cache.dtype is torch.float16,
     )

@@ -80,6 +80,12 @@ def _chances(scores: Tensor, rule: RoutingRule, *, plain: bool) -> Tensor:
     return ((scores - low) / span.clamp_min(_SMALL)).clamp_min(0.0)
 
 
+def angles(frequencies: Tensor, positions: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """As `kernels.angles`."""
+    angle = positions[:, None, None].double() * frequencies
+    return (angle.cos() * magnitude).float(), (angle.sin() * magnitude).float()
+
+
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     """As `kernels.weighted_sum`."""
     y = rows[:, 0] * weights[:, 0, None]

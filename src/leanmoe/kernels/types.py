@@ -87,6 +87,11 @@ class Activation:
     limit: float = 7.0
     alpha: float = 1.702
 
+    @property
+    def numbers(self) -> tuple[int, float, float]:
+        """As the extension takes them."""
+        return self.code, self.limit, self.alpha
+
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(0),  # silu(gate) * up

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from leanmoe.kernels import linear, linear_group
+from leanmoe.kernels import add, contiguous, empty, linear, linear_group, sigmoid_gate
 from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
 from leanmoe.models.batch import Batch, Segment
 from leanmoe.models.norm import RMSNorm
@@ -39,7 +39,7 @@ class Attention:
         self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
         self.sinks = trunk.vector(prefix + "attn_sinks.weight", a.heads) if a.sinks else None
-        self.at_once = can_attend_next(self.out.data.device, a.heads, a.kv_heads, a.head_dim)
+        self.recordable = can_attend_next(self.out.data.device, a.heads, a.kv_heads, a.head_dim)
         if a.qk_norm is not None:
             whole = a.qk_norm == "full"
             self.q_norm = RMSNorm(
@@ -62,7 +62,8 @@ class Attention:
         q, k = _biased(made[0], self.q_bias), _biased(made[1], self.k_bias)
         v = k if self.v is None else _biased(made[2], self.v_bias)
         if a.gated:
-            q, gate = (t.flatten(1) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
+            q, gate = (contiguous(t) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
+            q, gate = q.view(len(x), -1), gate.view(len(x), -1)
         if a.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
@@ -72,7 +73,7 @@ class Attention:
         by_head = a.qk_norm == "head"
         q = self.rope.apply(q, turn, self.q_norm if by_head else None)
         k = self.rope.apply(k, turn, self.k_norm if by_head else None)
-        mixed = torch.empty_like(q)
+        mixed = empty(q.shape) if q.is_cpu else torch.empty_like(q)
         if len(batch.segments) == 1:
             self._mix(batch.segments[0], q, k, v, mixed)
         else:
@@ -80,7 +81,7 @@ class Attention:
                 self._mix(s, q[s.rows], k[s.rows], v[s.rows], mixed[s.rows])
         mixed = mixed.view(-1, a.heads * a.head_dim)
         if a.gated:
-            mixed.mul_(gate.sigmoid_())
+            mixed = sigmoid_gate(mixed, gate)
         return _biased(linear(self.out, mixed), self.out_bias)
 
     def _mix(
@@ -88,7 +89,7 @@ class Attention:
     ) -> None:
         """The tokens of one sequence: q, mixed [T, heads, D]; k, v [T, kv_heads, D]."""
         a, state = self.spec, s.state.kv(self.layer)
-        if len(q) == 1 and self.at_once:
+        if len(q) == 1 and self.recordable:
             attend_next(q, k, v, state.cache, s.start, a.scale, a.window, self.sinks, mixed)
         else:
             keys, values = state.extend(s.start, k, v)
@@ -205,4 +206,4 @@ def _masked_reach(n: int, first: int, window: int | None) -> int | None:
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x if bias is None else x.add_(bias)
+    return x if bias is None else add(x, bias)

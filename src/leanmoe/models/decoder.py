@@ -1,12 +1,13 @@
 """The decoder: embedding, layers of mixer and feed-forward, output head. The whole network in one page."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import embed, linear
+from leanmoe.kernels import add, aside, embed, empty, linear, recording, scaled, turn
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
@@ -17,6 +18,7 @@ from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
 from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, ModelSpec
 from leanmoe.models.state import LayerState, SequenceState
+from leanmoe.models.steps import Steps
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers, one_torch_thread
 
@@ -26,7 +28,13 @@ class Cancelled(Exception):
 
 
 class Mixer(Protocol):
-    """The half of a layer in which tokens see those before them."""
+    """The half of a layer in which tokens see those before them.
+
+    With `recordable` a token passes through kernels alone, so that it may be recorded.
+    """
+
+    @property
+    def recordable(self) -> bool: ...
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> LayerState:
         """What the layer keeps of a new sequence with room for `capacity` tokens; `dtype` is that of KV caches."""
@@ -70,15 +78,23 @@ class Layer:
                 RMSNorm(trunk.vector(f"{prefix}{name}.weight", spec.hidden), spec.eps)
                 for name in ("post_attention_norm", "post_ffw_norm")
             )
-        self.output_scale = trunk.vector_if_present(prefix + "layer_output_scale.weight", 1)
+        scale = trunk.vector_if_present(prefix + "layer_output_scale.weight", 1)
+        self.output_scale = 1.0 if scale is None else float(scale)
 
     def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        h = self._plus(x, self.mixer(self.norm1(x), batch, tables), self.post1)
+        h = self._plus(x, self._mixed(self.norm1(x), batch, tables), self.post1)
         y = self._plus(h, self.ffn(self.norm2(h), batch.phase, h), self.post2)
-        return y if self.output_scale is None else y.mul_(self.output_scale)
+        return scaled(y, self.output_scale)
+
+    def _mixed(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        if self.mixer.recordable or recording() is None:
+            return self.mixer(x, batch, tables)
+        out = empty(x.shape)
+        aside(lambda now: out.copy_(self.mixer(x, now, RopeTables(now.positions))), batch)
+        return out
 
     def _plus(self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        return x.add(more if norm is None else norm(more), alpha=self.scale)
+        return add(x, more if norm is None else norm(more), self.scale)
 
     @property
     def moe(self) -> MoE | None:
@@ -106,6 +122,8 @@ class Decoder:
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
         self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
+        through = partial(self._through, cancelled=None)
+        self._steps = Steps(through) if all(d.type == "cpu" for d in devices) else through
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
         """An empty sequence with room for `capacity` tokens."""
@@ -148,13 +166,8 @@ class Decoder:
         """
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
-        x = _scaled(embed(self.embedding, batch.tokens), self.spec.embedding_scale)
-        tables = RopeTables(batch.positions)
         try:
-            for layer, device in zip(self.layers, self.devices, strict=True):
-                if cancelled is not None and cancelled():
-                    raise Cancelled
-                x = layer(x.to(device), batch, tables)
+            x = self._steps(batch) if cancelled is None else self._through(batch, cancelled)
         except BaseException:
             for s in batch.segments:
                 s.state.abandon(s.rows.stop - s.rows.start)
@@ -163,10 +176,16 @@ class Decoder:
             s.state.advance(s.rows.stop - s.rows.start)
         wanted = self.norm(x[batch.logit_rows.to(x.device)])
         logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
-        logits = _scaled(logits, self.spec.logit_scale)
-        cap = self.spec.logit_cap
+        cap, logits = self.spec.logit_cap, scaled(logits, self.spec.logit_scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return x if scale == 1.0 else x.mul_(scale)
+    def _through(self, batch: Batch, cancelled: Callable[[], bool] | None) -> torch.Tensor:
+        """The states [N, hidden] after the last layer."""
+        x = scaled(embed(self.embedding, batch.tokens), self.spec.embedding_scale)
+        tables = RopeTables(batch.positions)
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            turn()
+            x = layer(x.to(device), batch, tables)
+        return x

@@ -19,6 +19,8 @@ from leanmoe.models.workers import Workers
 class DeltaNet:
     """One layer: projections, a short causal convolution over each channel, the delta rule, a gated norm."""
 
+    recordable = False
+
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int, workers: Workers
     ) -> None:

@@ -25,6 +25,8 @@ _HEADS = 16
 class LatentAttention:
     """One layer of it: queries (through their own latent where there is one), one latent, heads' products, output."""
 
+    recordable = False
+
     def __init__(
         self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int, workers: Workers
     ) -> None:

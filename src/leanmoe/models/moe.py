@@ -1,17 +1,27 @@
 """The feed-forward half of a layer: routed experts (with an optional shared one), or a dense FFN."""
 
-from functools import partial
 from typing import Protocol
 
 import torch
-from torch.nn.functional import gelu, silu
 
+from leanmoe.experts.cache import Acquire
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import ExpertBatch, linear, linear_group, moe_ffn, weighted_sum
+from leanmoe.kernels import (
+    ExpertBatch,
+    add,
+    aside,
+    empty,
+    glu,
+    linear,
+    linear_group,
+    moe_ffn,
+    sigmoid_gate,
+    weighted_sum,
+)
 from leanmoe.models.lookahead import Watcher
 from leanmoe.models.norm import RMSNorm
-from leanmoe.models.routing import Router
+from leanmoe.models.routing import Router, Routing
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.trunk import Trunk
 
@@ -26,7 +36,7 @@ class DenseFFN:
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, width: int, layer: int, suffix: str = "") -> None:
         prefix, hidden = f"blk.{layer}.ffn_", spec.hidden
-        self.activation = partial(gelu, approximate="tanh") if spec.activation == "gelu" else silu
+        self.activation = "gelu" if spec.activation == "gelu" else "silu"
         self.gate = trunk.weight(f"{prefix}gate{suffix}.weight", width, hidden)
         self.up = trunk.weight(f"{prefix}up{suffix}.weight", width, hidden)
         self.gate_and_up = linear_group([self.gate, self.up])
@@ -35,7 +45,7 @@ class DenseFFN:
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
         gate, up = self.gate_and_up(x)
-        return linear(self.down, self.activation(gate).mul_(up))
+        return linear(self.down, glu(gate, up, self.activation))
 
 
 class SharedExpert:
@@ -48,7 +58,7 @@ class SharedExpert:
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         y = self.ffn(x, phase, h)
-        return y if self.gate is None else y.mul_(linear(self.gate, x).sigmoid_())
+        return y if self.gate is None else sigmoid_gate(y, linear(self.gate, x))
 
 
 class MoE:
@@ -74,27 +84,63 @@ class MoE:
 
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
-        ids, weights, chances = self.router(x if self.router_norm is None else self.router_norm(h))
-        n, k = ids.shape
-        outputs = torch.empty(n * k, x.shape[1], device=x.device)
-        rows = _rows_by_expert(ids)
-        if self.pool.observing:
-            self.pool.observe(self.layer, phase, *(t.cpu().numpy() for t in (ids, weights, chances)))
-        with self.pool.acquire(self.layer, list(rows), phase) as groups:
-            # Reads are on their way from here on: the rest is done meanwhile.
-            if self.look_ahead is not None:
-                self.look_ahead(phase, h, list(rows))
-            shared = None if self.shared is None else self.shared(x, phase, h)
+        routing = self.router(x if self.router_norm is None else self.router_norm(h))
+        n, k = routing.ids.shape
+        outputs = empty((n * k, x.shape[1])) if x.is_cpu else torch.empty(n * k, x.shape[1], device=x.device)
+        visit = _Visit(self, phase, x, h, routing, outputs)
+        aside(visit.fetch)
+        # Reads are on their way from here on: the shared expert is computed meanwhile.
+        shared = None if self.shared is None else self.shared(x, phase, h)
+        aside(visit.compute)
+        routed = weighted_sum(outputs.view(n, k, -1), routing.weights)
+        return routed if shared is None else add(routed, shared)
+
+
+class _Visit:
+    """What tokens x [N, hidden] want of a layer's experts: fetched, then computed into `outputs` [N * k, hidden].
+
+    On a tape it comes back, with other numbers in the same tensors.
+    """
+
+    def __init__(
+        self,
+        moe: MoE,
+        phase: Phase,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        routing: Routing,
+        outputs: torch.Tensor,
+    ) -> None:
+        self._moe, self._phase, self._x, self._h = moe, phase, x, h
+        self._routing, self._outputs = routing, outputs
+        self._rows: dict[int, list[int]] = {}
+        self._groups: Acquire | None = None
+
+    def fetch(self, _: object) -> None:
+        """Pins what is resident, and queues reads of the rest."""
+        moe, phase, (ids, weights, chances) = self._moe, self._phase, self._routing
+        self._rows = _rows_by_expert(ids)
+        if moe.pool.observing:
+            moe.pool.observe(moe.layer, phase, *(t.cpu().numpy() for t in (ids, weights, chances)))
+        experts = list(self._rows)
+        self._groups = moe.pool.acquire(moe.layer, experts, phase)
+        if moe.look_ahead is not None:
+            moe.look_ahead(phase, self._h, experts)
+
+    def compute(self, _: object) -> None:
+        """The experts' products, as they become ready. Raises `ExpertReadError` if one cannot be read."""
+        moe, k, device = self._moe, self._routing.ids.shape[1], self._x.device
+        groups, self._groups = self._groups, None
+        assert groups is not None
+        with groups:
             for leases in groups:
-                mine = [rows[lease.expert] for lease in leases]
+                mine = [self._rows[lease.expert] for lease in leases]
                 places = [place for each in mine for place in each]
                 token, dest = torch.tensor(
-                    [[place // k for place in places], places], dtype=torch.int32, device=x.device
+                    [[place // k for place in places], places], dtype=torch.int32, device=device
                 )
                 batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], token, dest)
-                moe_ffn(self.layout, batch, x, outputs, self.activation)
-        routed = weighted_sum(outputs.view(n, k, -1), weights)
-        return routed if shared is None else routed.add_(shared)
+                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation)
 
 
 class DenseBesideMoE:
@@ -111,7 +157,7 @@ class DenseBesideMoE:
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] is h as the dense FFN sees it -> [N, hidden]."""
         routed = self.moe_norm(self.moe(self.before_moe(h), phase, h))
-        return self.dense_norm(self.dense(x, phase, h)).add_(routed)
+        return add(self.dense_norm(self.dense(x, phase, h)), routed)
 
 
 def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:

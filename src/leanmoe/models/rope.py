@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from leanmoe.kernels import turn_heads
+from leanmoe.kernels import angles, turn_heads
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.spec import RopeSpec
 
@@ -30,10 +30,8 @@ class Rope:
 
     def tables(self, positions: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, rotary_dim / 2] for token positions [T]."""
-        angle = positions.to("cpu", torch.float64)[:, None] * self._freq
-        cos = (angle.cos() * self.spec.magnitude).float().unsqueeze(1).to(device)
-        sin = (angle.sin() * self.spec.magnitude).float().unsqueeze(1).to(device)
-        return cos, sin
+        cos, sin = angles(self._freq, positions.cpu(), self.spec.magnitude)
+        return cos.to(device), sin.to(device)
 
     def apply(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], norm: RMSNorm | None = None

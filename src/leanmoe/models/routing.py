@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from leanmoe.kernels import linear, route
+from leanmoe.kernels import add, linear, route
 from leanmoe.kernels.torch_step import best_groups, gated
 from leanmoe.models.spec import RouterSpec
 from leanmoe.models.trunk import Trunk
@@ -56,4 +56,4 @@ class Router:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         logits = linear(self.weight, x)
-        return logits if self.bias is None else logits + self.bias
+        return logits if self.bias is None else add(logits, self.bias)

@@ -6,6 +6,7 @@ from typing import Protocol, Self
 import torch
 
 from leanmoe.errors import UsageError
+from leanmoe.kernels import addresses
 
 KV_TYPES = {"f16": torch.float16, "f32": torch.float32}
 
@@ -15,6 +16,10 @@ class LayerState(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def memories(self) -> Sequence[torch.Tensor]:
+        """Its tensors, which stay where they are."""
 
     def copy(self, length: int) -> Self:
         """One of the same size that holds the first `length` tokens as this does."""
@@ -34,6 +39,10 @@ class KVState:
     @property
     def nbytes(self) -> int:
         return self.cache.nbytes
+
+    @property
+    def memories(self) -> Sequence[torch.Tensor]:
+        return (self.cache,)
 
     def extend(self, start: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores k and v [T, kv_heads, head_dim] at positions start.. and returns all keys and values up to there.
@@ -68,6 +77,10 @@ class RecurrentState:
     def nbytes(self) -> int:
         return 2 * (self.recent.nbytes + self.memory.nbytes)
 
+    @property
+    def memories(self) -> Sequence[torch.Tensor]:
+        return self.recent, self.memory
+
     def save(self) -> None:
         for saved, now in zip(self._saved, (self.recent, self.memory), strict=True):
             saved.copy_(now)
@@ -93,6 +106,10 @@ class LatentState:
     @property
     def nbytes(self) -> int:
         return self._cache.nbytes
+
+    @property
+    def memories(self) -> Sequence[torch.Tensor]:
+        return (self._cache,)
 
     def extend(self, start: int, entries: torch.Tensor) -> torch.Tensor:
         """Stores entries [T, width] at positions start.. and returns all up to there, [start + T, width], a view."""
@@ -121,6 +138,10 @@ class SequenceState:
         self.mark: int | None = None
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentState)]
         self._checkpoint: int | None = None
+        self.memories = tuple(each for layer in self.layers for each in layer.memories)
+        """The tensors of all layers, which stay where they are."""
+        self.addresses = addresses(self.memories)
+        self.form = tuple((each.shape, each.dtype) for each in self.memories)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,185 @@
+"""A token's kernels, recorded as they run and run again for the next token: the same calls on the same memory.
+
+A decode step makes the same calls for every token, some thirty a layer, and between two of them the interpreter, its
+caches cold from the weights that went by, costs more than most of the calls themselves. So a step is run once under
+`Tape.recording` and afterwards replayed, with nothing of Python between its kernels. What Python has to decide for
+each token anew, it does `aside`.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanmoe.kernels import _cpu
+
+_LINE = 64
+_SLAB_BYTES = 1 << 20
+_current = threading.local()
+
+
+class Tape:
+    """The kernels of one token's step, on the CPU.
+
+    `position` (int64 [1]) is where the token stands in its sequence, and `memories` are the tensors of that sequence
+    which kernels read and write; before a `run` for another token both may be changed, by `move`.
+
+    While the tape records, results lie in memory of its own, and what torch itself computes raises `RuntimeError`:
+    it would be missing when the tape is run. It must outlive neither the weights nor the tensors that it was shown.
+    """
+
+    def __init__(self, position: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
+        self._position = position
+        self._addresses = addresses(memories)
+        self._places = {address: i for i, address in enumerate(self._addresses.tolist())}
+        self._native = _cpu.Tape()
+        self._part = 0
+        self._sequence: list[int | Callable[[Any], object]] = []
+        self._lasting, self._now, self._before = _Arena(), _Arena(), _Arena()
+        self._watch = _Watch()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, what this thread calls runs as ever, and is recorded."""
+        with self._watch:
+            self._resume()
+            try:
+                yield
+            finally:
+                self._pause()
+
+    def move(self, position: int, memories: torch.Tensor) -> None:
+        """The next run is for a token at `position` of the sequence whose memories have these `addresses`."""
+        self._position.fill_(position)
+        self._addresses.copy_(memories)
+
+    def run(self, given: object) -> None:
+        """Makes the calls again, in their order; what is done aside gets `given`."""
+        run = self._native.run
+        for each in self._sequence:
+            if isinstance(each, int):
+                run(each)
+            else:
+                each(given)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory for results."""
+        return self._lasting.nbytes + self._now.nbytes + self._before.nbytes
+
+    @property
+    def position_at(self) -> int:
+        """Where the token's position is found."""
+        return self._position.data_ptr()
+
+    def address_of(self, memory: torch.Tensor) -> int:
+        """Where the address of one of the `memories` is found."""
+        return self._addresses.data_ptr() + 8 * self._places[memory.data_ptr()]
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, lasting: bool) -> torch.Tensor:
+        return (self._lasting if lasting else self._now).take(shape, dtype)
+
+    def _turn(self) -> None:
+        self._now, self._before = self._before, self._now
+        self._now.reset()
+
+    def _aside(self, work: Callable[[Any], object], given: object) -> None:
+        self._pause()
+        self._sequence.append(work)
+        try:
+            work(given)
+        finally:
+            self._resume()
+
+    def _pause(self) -> None:
+        self._native.stop()
+        _current.tape, self._watch.looks = None, False
+        if self._native.calls(self._part):
+            self._sequence.append(self._part)
+            self._native.cut()
+            self._part += 1
+
+    def _resume(self) -> None:
+        self._native.record()
+        _current.tape, self._watch.looks = self, True
+
+
+def recording() -> Tape | None:
+    """The tape that this thread records."""
+    return getattr(_current, "tape", None)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, lasting: bool = False) -> torch.Tensor:
+    """Memory on the CPU for a kernel's result: on a tape that is recorded, good until the `turn` after the next.
+
+    `lasting` memory is good for as long as the tape.
+    """
+    tape = recording()
+    return torch.empty(shape, dtype=dtype) if tape is None else tape._empty(shape, dtype, lasting)
+
+
+def turn() -> None:
+    """The next layer begins: it may use the results of the one before it, and those of earlier ones are done with."""
+    if (tape := recording()) is not None:
+        tape._turn()
+
+
+def aside(work: Callable[[Any], object], given: object = None) -> None:
+    """Does `work`, whose kernels are not recorded; when a tape is run, it is done anew at this place.
+
+    `work` is called with `given`, or with what the tape's `run` was given. It leaves what it makes in memory.
+    """
+    tape = recording()
+    if tape is None:
+        work(given)
+    else:
+        tape._aside(work, given)
+
+
+def addresses(memories: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where they lie (int64)."""
+    return torch.tensor([memory.data_ptr() for memory in memories], dtype=torch.int64)
+
+
+class _Arena:
+    """Memory that is handed out piece by piece, and again from the start after a reset."""
+
+    def __init__(self) -> None:
+        self._slabs: list[torch.Tensor] = []
+        self._slab = self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.numel() for slab in self._slabs)
+
+    def reset(self) -> None:
+        self._slab = self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        wanted = math.prod(shape) * dtype.itemsize
+        while self._slab < len(self._slabs) and self._used + wanted > self._slabs[self._slab].numel():
+            self._slab, self._used = self._slab + 1, 0
+        if self._slab == len(self._slabs):
+            self._slabs.append(torch.empty(max(wanted, _SLAB_BYTES), dtype=torch.uint8))
+        piece = self._slabs[self._slab][self._used : self._used + wanted]
+        self._used += -(-wanted // _LINE) * _LINE
+        return piece.view(dtype).view(tuple(shape))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets torch make views and nothing else, while it looks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.looks = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.looks and not func.is_view and not str(func).startswith("aten.empty"):
+            raise RuntimeError(f"{func} is torch's, not a kernel: it would be missing on the tape")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,65 @@
+"""A token's step through the network, from a tape: recorded once, then run for one token after the other."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from leanmoe.kernels import Tape
+from leanmoe.models.batch import Batch
+
+
+class Steps:
+    """Takes batches through the network as `through` does, those of one token from a tape.
+
+    A tape serves sequences whose memories have one form; one for another form takes its place. While a thread runs
+    it, others go without. With or without, the bits are the same.
+    """
+
+    def __init__(self, through: Callable[[Batch], torch.Tensor]) -> None:
+        self._through = through
+        self._lock = threading.Lock()
+        self._step: _Step | None = None
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The states [N, hidden] after the last layer; good until the next call."""
+        if len(batch.tokens) != 1 or not self._lock.acquire(blocking=False):
+            return self._through(batch)
+        try:
+            if self._step is not None and self._step.fits(batch):
+                return self._step.run(batch)
+            self._step = None  # its memory is free before the next one's is taken
+            self._step, x = _Step.record(self._through, batch)
+            return x
+        finally:
+            self._lock.release()
+
+
+class _Step:
+    """One recorded step."""
+
+    def __init__(self, batch: Batch) -> None:
+        state = batch.segments[0].state
+        self._form = state.form
+        self._tokens, self._positions = batch.tokens.clone(), batch.positions.clone()
+        self._tape = Tape(self._positions, state.memories)
+        self._x = torch.empty(0)
+
+    @classmethod
+    def record(cls, through: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple["_Step", torch.Tensor]:
+        """The step of this batch, which it does, and its states."""
+        step = cls(batch)
+        with step._tape.recording():
+            step._x = through(replace(batch, tokens=step._tokens, positions=step._positions))
+        return step, step._x
+
+    def fits(self, batch: Batch) -> bool:
+        return self._form == batch.segments[0].state.form
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        segment = batch.segments[0]
+        self._tokens.copy_(batch.tokens)
+        self._tape.move(segment.start, segment.state.addresses)
+        self._tape.run(batch)
+        return self._x
