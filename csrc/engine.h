@@ -48,14 +48,14 @@ struct FfnPlan {
 struct FfnCall {
     std::vector<const uint8_t*> slots;
     std::vector<int64_t> counts;
-    const int32_t* token;
-    const int32_t* dest;
-    int64_t pairs;  // sum of counts
-    const float* x;
-    int64_t tokens;
-    float* out;
-    int64_t out_rows;
-    Activation activation;
+    const int32_t* token = nullptr;
+    const int32_t* dest = nullptr;
+    int64_t pairs = 0;  // sum of counts
+    const float* x = nullptr;
+    int64_t tokens = 0;
+    float* out = nullptr;
+    int64_t out_rows = 0;
+    Activation activation = {Activation::SILU, 0, 0};
 };
 
 // Grows and is kept, so that steady calls allocate nothing.

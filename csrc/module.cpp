@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <numeric>
 #include <stdexcept>
 
 #include "engine.h"
@@ -71,6 +72,38 @@ public:
         refuse_tape("an expert's product");
         nb::gil_scoped_release released;
         Engine::get().moe_ffn(plan_, call);
+    }
+
+    // The experts `ids` of one token, if all of them are in memory: out[j] is that of ids[j]. `addresses` [experts] says
+    // where each is, 0 for nowhere: one that has come stays. Adds to `hits` and sets `done`, or else clears it.
+    void run_resident(uintptr_t addresses, int64_t experts, uintptr_t ids, int64_t top_k, uintptr_t x, uintptr_t out,
+                      int kind, float limit, float alpha, uintptr_t hits, uintptr_t done) const {
+        FfnCall call;
+        std::vector<int32_t> token(static_cast<size_t>(top_k), 0), dest(static_cast<size_t>(top_k));
+        std::iota(dest.begin(), dest.end(), 0);
+        call.pairs = call.out_rows = top_k;
+        call.x = pointer<const float>(x);
+        call.tokens = 1;
+        call.out = pointer<float>(out);
+        call.activation = make_activation(kind, limit, alpha);
+        const auto *table = pointer<const int64_t>(addresses), *wanted = pointer<const int64_t>(ids);
+        auto *hit = pointer<int64_t>(hits), *all = pointer<int64_t>(done);
+        call.counts.assign(static_cast<size_t>(top_k), 1);
+        perform([this, call, token, dest, table, experts, wanted, top_k, hit, all]() mutable {
+            *all = 0;
+            call.slots.clear();
+            for (int64_t j = 0; j < top_k; ++j) {
+                if (wanted[j] < 0 || wanted[j] >= experts) throw std::invalid_argument("there is no such expert");
+                const int64_t address = __atomic_load_n(table + wanted[j], __ATOMIC_ACQUIRE);
+                if (address == 0) return;
+                call.slots.push_back(pointer<const uint8_t>(static_cast<uintptr_t>(address)));
+            }
+            call.token = token.data();
+            call.dest = dest.data();
+            Engine::get().moe_ffn(plan_, call);
+            *hit += top_k;
+            *all = 1;
+        });
     }
 
 private:
@@ -214,7 +247,8 @@ NB_MODULE(_cpu, m) {
     m.doc() = "Products straight from quantised blocks, on the CPU.";
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
-        .def("run", &Plan::run);
+        .def("run", &Plan::run)
+        .def("run_resident", &Plan::run_resident);
     nb::class_<Group>(m, "Group")
         .def(nb::init<const std::vector<std::vector<int64_t>>&>())
         .def("run", &Group::run);

@@ -172,8 +172,7 @@ void bind_step(nb::module_& m) {
             require(Tape::recording() == &tape, "this thread does not record this tape");
             Tape::recording() = nullptr;
         })
-        .def("cut", &Tape::cut)
-        .def("calls", &Tape::calls)
+        .def("cut", [](Tape& tape, uintptr_t done) { tape.cut(pointer<const int64_t>(done)); })
         .def("run", &Tape::run, nb::call_guard<nb::gil_scoped_release>());
     m.attr("ATTEND_DIM") = ATTEND_DIM;
     m.attr("ATTEND_MOST_DIM") = ATTEND_MOST_DIM;

@@ -337,6 +337,8 @@ class LLM:
         first, self._closed = not self._closed, True
         if self._pool is not None:
             self._pool.close()
+        if hasattr(self, "decoder"):
+            self.decoder.close()
         self._workers.close()
         if first and self.config.learn and self._learner is not None and self._process == os.getpid():
             self._learner.keep()

@@ -42,7 +42,7 @@ from leanmoe.experts.slots import SlotClass, SlotPlan
 from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
-from leanmoe.kernels import arrange_expert
+from leanmoe.kernels import ResidentExperts, arrange_expert
 
 # How often a starved acquire looks for leases that were dropped without being given back.
 _RECLAIM_SECONDS = 1.0
@@ -148,6 +148,11 @@ class ExpertCache:
         largest = max((c.size for c in plan.classes), default=0)
         self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
         arena, start = device.allocate(plan.slot_bytes), 0
+        # Where nothing is ever evicted, kernels may look for themselves.
+        self._residents: dict[int, ResidentExperts] = {}
+        if plan.fits and arena.is_cpu:
+            layers = [layer for c in plan.classes for layer in c.layers]
+            self._residents = {layer: ResidentExperts.none(self._experts[layer], arena) for layer in layers}
         for c in plan.classes:
             end = start + c.bytes
             slots = [Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
@@ -245,6 +250,13 @@ class ExpertCache:
             with self._lock:
                 policy.on_predict(layer, chances)
 
+    def residents(self, layer: int) -> ResidentExperts | None:
+        """Where the experts of `layer` are, for kernels of this process; None unless each has a slot to stay in.
+
+        Their look-ups count as hits. Whoever keeps it keeps the slots' memory.
+        """
+        return self._residents.get(layer)
+
     @property
     def policies(self) -> list[Policy]:
         """The policy of each size class."""
@@ -258,6 +270,9 @@ class ExpertCache:
     @property
     def stats(self) -> CacheStats:
         with self._lock:
+            for layer, residents in self._residents.items():
+                self._counters.count(layer, int(residents.hits), 0, 0)
+                residents.hits.zero_()
             return self._counters.snapshot()
 
     def close(self) -> None:
@@ -268,6 +283,9 @@ class ExpertCache:
         with self._lock:
             self._closed = True
             self._resident.clear()
+            for residents in self._residents.values():
+                residents.addresses.zero_()
+            self._residents.clear()
             for shelf in self._shelves.values():
                 shelf.free.clear()
             self._changed.notify_all()
@@ -422,6 +440,8 @@ class ExpertCache:
                 slot.pins -= 1
                 self._counters.reads += 1
                 self._counters.read_bytes += slot.nbytes
+                if (residents := self._residents.get(slot.layer)) is not None:
+                    residents.addresses[slot.expert] = slot.data.data_ptr()
             else:
                 self._free(slot)
             for acquire in waiting:

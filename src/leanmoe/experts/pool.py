@@ -31,6 +31,7 @@ from leanmoe.experts.throttle import (
     Survey,
     highest_level,
 )
+from leanmoe.kernels import ResidentExperts
 from leanmoe.pack import ExpertLayout, Manifest, Pack
 
 # Levels that are compared: of the higher ones every other would take as long to tell from its neighbour.
@@ -207,6 +208,13 @@ class ExpertPool:
     def layout(self, layer: int) -> ExpertLayout:
         """Where gate, up and down lie inside each lease's `data` for `layer`, and in what order their bytes are."""
         return self._cache_of[layer].layouts[layer]
+
+    def residents(self, layer: int) -> ResidentExperts | None:
+        """Where the experts of `layer` are, for kernels that look for themselves; see `ExpertCache.residents`.
+
+        None too where a routing is told to somebody.
+        """
+        return None if self.observing or self.predicting else self._cache_of[layer].residents(layer)
 
     def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
         """Reads experts into free slots in the background, in this order; see `ExpertCache.preload`."""

@@ -26,11 +26,12 @@ from leanmoe.kernels.cpu import (
     set_num_threads,
 )
 from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn
-from leanmoe.kernels.types import ExpertBatch, RoutingRule, Weight
+from leanmoe.kernels.types import ExpertBatch, ResidentExperts, RoutingRule, Weight
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
     "ExpertBatch",
+    "ResidentExperts",
     "Tape",
     "Weight",
     "add",
@@ -56,6 +57,7 @@ __all__ = [
     "linear_each",
     "linear_group",
     "moe_ffn",
+    "moe_token",
     "quantize",
     "quantized_types",
     "recording",
@@ -149,6 +151,22 @@ def moe_ffn(
     """
     run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
     run(layout, batch, x, out, activation)
+
+
+def moe_token(
+    layout: ExpertLayout,
+    experts: ResidentExperts,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    activation: str = "silu",
+) -> torch.Tensor | None:
+    """out[j] = the expert ids[0, j] applied to x, as `moe_ffn` does, if all of them are in memory; on the CPU.
+
+    ids [1, k], x [1, D], out [k, D]. Returns whether it did, as a tensor for `aside` (int64, one number, 0 or 1);
+    None if it never can, for types without a product of their own.
+    """
+    return cpu.moe_token(layout, experts, ids, x, out, activation)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

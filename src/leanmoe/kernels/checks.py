@@ -207,6 +207,18 @@ def check_sum(rows: torch.Tensor, weights: torch.Tensor) -> None:
         raise ValueError(f"rows {tuple(rows.shape)} have no weights {tuple(weights.shape)}")
 
 
+def check_token(ids: torch.Tensor, x: torch.Tensor, out: torch.Tensor, width: int) -> None:
+    """One token's experts ids [1, k], x [1, D] and out [k, D] must fit experts of width D."""
+    check_tensor("ids", ids, torch.int64, 2, x.device)
+    check_tensor("x", x, torch.float32, 2, x.device)
+    check_tensor("out", out, torch.float32, 2, x.device)
+    if x.shape != (1, width) or ids.shape[0] != 1 or out.shape != (ids.shape[1], width):
+        raise ValueError(
+            f"ids {tuple(ids.shape)}, x {tuple(x.shape)} and out {tuple(out.shape)} are not those of one token "
+            f"and experts of width {width}"
+        )
+
+
 def check_add(x: torch.Tensor, y: torch.Tensor) -> None:
     """x [N, D] and what is added to it, y [N, D] or [D], must fit each other."""
     check_tensor("x", x, torch.float32, 2, x.device)

@@ -26,10 +26,11 @@ from leanmoe.kernels.checks import (
     check_linear_each,
     check_range,
     check_tensor,
+    check_token,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
-from leanmoe.kernels.tape import aside, empty
-from leanmoe.kernels.types import Activation, ExpertBatch, Weight, activation, check_bytes
+from leanmoe.kernels.tape import aside, empty, recording
+from leanmoe.kernels.types import Activation, ExpertBatch, ResidentExperts, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
 _log = logging.getLogger(__name__)
@@ -247,6 +248,36 @@ def moe_ffn(
         out.shape[0],
         *act.numbers,
     )
+
+
+def moe_token(
+    layout: ExpertLayout,
+    experts: ResidentExperts,
+    ids: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    name: str,
+) -> torch.Tensor | None:
+    """As `kernels.moe_token`. Raises `ValueError` for tensors that do not fit."""
+    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
+    if plan is None:
+        return None
+    check_token(ids, x, out, width)
+    if tape := recording():
+        tape.keep(plan, experts)
+    done = empty((1,), torch.int64, lasting=True)
+    plan.run_resident(
+        experts.addresses.data_ptr(),
+        experts.addresses.numel(),
+        ids.data_ptr(),
+        ids.numel(),
+        x.data_ptr(),
+        out.data_ptr(),
+        *activation(name).numbers,
+        experts.hits.data_ptr(),
+        done.data_ptr(),
+    )
+    return done
 
 
 def _make_plan(layout: ExpertLayout) -> tuple[ExpertLayout, "_cpu.Plan | None", int, int]:

@@ -29,7 +29,7 @@ class Tape:
     which kernels read and write; before a `run` for another token both may be changed, by `move`.
 
     While the tape records, results lie in memory of its own, and what torch itself computes raises `RuntimeError`:
-    it would be missing when the tape is run. It must outlive neither the weights nor the tensors that it was shown.
+    it would be missing when the tape is run. The weights, and the tensors that it was shown, must outlive it.
     """
 
     def __init__(self, position: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
@@ -37,8 +37,8 @@ class Tape:
         self._addresses = addresses(memories)
         self._places = {address: i for i, address in enumerate(self._addresses.tolist())}
         self._native = _cpu.Tape()
-        self._part = 0
-        self._sequence: list[int | Callable[[Any], object]] = []
+        self._asides: list[Callable[[Any], object]] = []
+        self._kept: list[object] = []
         self._lasting, self._now, self._before = _Arena(), _Arena(), _Arena()
         self._watch = _Watch()
 
@@ -59,12 +59,14 @@ class Tape:
 
     def run(self, given: object) -> None:
         """Makes the calls again, in their order; what is done aside gets `given`."""
-        run = self._native.run
-        for each in self._sequence:
-            if isinstance(each, int):
-                run(each)
-            else:
-                each(given)
+        run, asides, part = self._native.run, self._asides, 0
+        while (part := run(part)) < len(asides):
+            asides[part](given)
+            part += 1
+
+    def keep(self, *needed: object) -> None:
+        """These live as long as the tape."""
+        self._kept.extend(needed)
 
     @property
     def nbytes(self) -> int:
@@ -87,21 +89,19 @@ class Tape:
         self._now, self._before = self._before, self._now
         self._now.reset()
 
-    def _aside(self, work: Callable[[Any], object], given: object) -> None:
+    def _aside(self, work: Callable[[Any], object], given: object, done: torch.Tensor | None) -> None:
+        self._native.cut(0 if done is None else done.data_ptr())
+        self._asides.append(work)
         self._pause()
-        self._sequence.append(work)
         try:
-            work(given)
+            if done is None or not int(done):
+                work(given)
         finally:
             self._resume()
 
     def _pause(self) -> None:
         self._native.stop()
         _current.tape, self._watch.looks = None, False
-        if self._native.calls(self._part):
-            self._sequence.append(self._part)
-            self._native.cut()
-            self._part += 1
 
     def _resume(self) -> None:
         self._native.record()
@@ -128,16 +128,16 @@ def turn() -> None:
         tape._turn()
 
 
-def aside(work: Callable[[Any], object], given: object = None) -> None:
+def aside(work: Callable[[Any], object], given: object = None, *, done: torch.Tensor | None = None) -> None:
     """Does `work`, whose kernels are not recorded; when a tape is run, it is done anew at this place.
 
-    `work` is called with `given`, or with what the tape's `run` was given. It leaves what it makes in memory.
+    `work` is called with `given`, or with what the tape's `run` was given. It leaves what it makes in memory. It is
+    not called while `done` (int64, one number, on the CPU) is not 0.
     """
-    tape = recording()
-    if tape is None:
+    if tape := recording():
+        tape._aside(work, given, done)
+    elif done is None or not int(done):
         work(given)
-    else:
-        tape._aside(work, given)
 
 
 def addresses(memories: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -54,6 +54,24 @@ class ExpertBatch:
     dest: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ResidentExperts:
+    """The experts of one layer that are in memory, where none ever leaves it.
+
+    `addresses` (int64 [E], on the CPU) is 0 for an expert that has not come yet; they point into `memory`. `hits`
+    (int64 [1]) counts those that were found here.
+    """
+
+    addresses: torch.Tensor
+    hits: torch.Tensor
+    memory: torch.Tensor
+
+    @classmethod
+    def none(cls, experts: int, memory: torch.Tensor) -> "ResidentExperts":
+        """Of this many none has come."""
+        return cls(torch.zeros(experts, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), memory)
+
+
 Gating = Literal["softmax", "sigmoid", "chosen_softmax", "sqrt_softplus"]
 
 GATINGS: dict[Gating, int] = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2, "sqrt_softplus": 3}

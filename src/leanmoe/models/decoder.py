@@ -122,12 +122,17 @@ class Decoder:
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
         self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
-        through = partial(self._through, cancelled=None)
-        self._steps = Steps(through) if all(d.type == "cpu" for d in devices) else through
+        self._steps = Steps(
+            partial(self._through, cancelled=None), recorded=all(d.type == "cpu" for d in devices)
+        )
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> SequenceState:
         """An empty sequence with room for `capacity` tokens."""
         return SequenceState([layer.mixer.new_state(capacity, dtype) for layer in self.layers], capacity)
+
+    def close(self) -> None:
+        """Lets go of the slots' memory; the network may still be used."""
+        self._steps.forget()
 
     def judge_look_ahead(self, widths: Sequence[int], distances: int) -> GateRecall:
         """From now on counts what the routers of later layers foresee, in place of what the pool is told.

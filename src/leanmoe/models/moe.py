@@ -16,6 +16,7 @@ from leanmoe.kernels import (
     linear,
     linear_group,
     moe_ffn,
+    moe_token,
     sigmoid_gate,
     weighted_sum,
 )
@@ -88,10 +89,14 @@ class MoE:
         n, k = routing.ids.shape
         outputs = empty((n * k, x.shape[1])) if x.is_cpu else torch.empty(n * k, x.shape[1], device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
-        aside(visit.fetch)
+        residents = self.pool.residents(self.layer) if n == 1 else None
+        done = None
+        if residents is not None:
+            done = moe_token(self.layout, residents, routing.ids, x, outputs, self.activation)
+        aside(visit.fetch, done=done)
         # Reads are on their way from here on: the shared expert is computed meanwhile.
         shared = None if self.shared is None else self.shared(x, phase, h)
-        aside(visit.compute)
+        aside(visit.compute, done=done)
         routed = weighted_sum(outputs.view(n, k, -1), routing.weights)
         return routed if shared is None else add(routed, shared)
 

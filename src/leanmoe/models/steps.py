@@ -14,17 +14,17 @@ class Steps:
     """Takes batches through the network as `through` does, those of one token from a tape.
 
     A tape serves sequences whose memories have one form; one for another form takes its place. While a thread runs
-    it, others go without. With or without, the bits are the same.
+    it, others go without; so do all unless `recorded`. With or without, the bits are the same.
     """
 
-    def __init__(self, through: Callable[[Batch], torch.Tensor]) -> None:
-        self._through = through
+    def __init__(self, through: Callable[[Batch], torch.Tensor], *, recorded: bool) -> None:
+        self._through, self._recorded = through, recorded
         self._lock = threading.Lock()
         self._step: _Step | None = None
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The states [N, hidden] after the last layer; good until the next call."""
-        if len(batch.tokens) != 1 or not self._lock.acquire(blocking=False):
+        if len(batch.tokens) != 1 or not self._recorded or not self._lock.acquire(blocking=False):
             return self._through(batch)
         try:
             if self._step is not None and self._step.fits(batch):
@@ -34,6 +34,10 @@ class Steps:
             return x
         finally:
             self._lock.release()
+
+    def forget(self) -> None:
+        """Lets go of the tape and what it keeps; another is recorded when it is wanted."""
+        self._step = None
 
 
 class _Step:
