@@ -46,6 +46,69 @@ def test_outputs_are_added_from_the_first_choice_to_the_last(tokens: int) -> Non
     assert torch.equal(kernels.weighted_sum(rows, weights), torch_step.weighted_sum(rows, weights))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 90])
+def test_sums_and_gates_are_those_of_torch_however_many_rows(tokens: int) -> None:
+    x, y, row = _noise(tokens, 1000), _noise(tokens, 1000, seed=1), _noise(1000, seed=2)
+    one = slice(tokens - 1, tokens)
+    for got, alone, want in (
+        (kernels.add(x, y, 0.25), kernels.add(x[one], y[one], 0.25), x + 0.25 * y),
+        (kernels.add(x, row), kernels.add(x[one], row), x + row),
+        (kernels.scaled(x, 1.7), kernels.scaled(x[one], 1.7), x * 1.7),
+        (kernels.sigmoid_gate(x, y), kernels.sigmoid_gate(x[one], y[one]), x * y.sigmoid()),
+        (
+            kernels.sigmoid_gate(x, y[:, :1].clone()),
+            kernels.sigmoid_gate(x[one], y[one, :1].clone()),
+            x * y[:, :1].sigmoid(),
+        ),
+        (kernels.glu(x, y, "silu"), kernels.glu(x[one], y[one], "silu"), torch.nn.functional.silu(x) * y),
+        (
+            kernels.glu(x, y, "gelu"),
+            kernels.glu(x[one], y[one], "gelu"),
+            torch.nn.functional.gelu(x, approximate="tanh") * y,
+        ),
+    ):
+        torch.testing.assert_close(got, want, rtol=3e-6, atol=1e-6)
+        assert torch.equal(got[one], alone)
+
+
+def test_sums_that_do_not_fit_are_refused() -> None:
+    x = _noise(3, 16)
+    for call in (
+        lambda: kernels.add(x, x[:2]),
+        lambda: kernels.add(x, x[:, :8]),
+        lambda: kernels.add(x, x[0, :8].clone()),
+        lambda: kernels.scaled(x[0], 2.0),
+        lambda: kernels.glu(x, x[:2], "silu"),
+        lambda: kernels.sigmoid_gate(x, x[:, :2].clone()),
+        lambda: kernels.angles(torch.ones(4), torch.ones(3, dtype=torch.int64), 1.0),
+        lambda: kernels.angles(torch.ones(4, dtype=torch.float64), torch.ones(3), 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"fit|must be|added"):
+            call()
+
+
+def test_angles_are_exact_far_into_a_text() -> None:
+    """A float's position is off by whole turns at a million tokens."""
+    positions = torch.tensor([0, 1, 77, 32_000, 1_000_003])
+    frequencies = 10_000.0 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    cos, sin = kernels.angles(frequencies, positions, 1.25)
+    wanted = torch_step.angles(frequencies, positions, 1.25)
+    torch.testing.assert_close((cos, sin), wanted, rtol=2e-7, atol=1e-7)
+    alone, _ = kernels.angles(frequencies, positions[3:4], 1.25)
+    assert torch.equal(alone[0], cos[3])
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 2, 16), (3, 4, 2, 8)])
+def test_parts_of_heads_are_put_in_one_piece(shape: tuple[int, ...]) -> None:
+    both = _noise(*shape)
+    for part in both.unbind(2):
+        got = kernels.contiguous(part)
+        assert got.is_contiguous()
+        assert torch.equal(got, part)
+    assert kernels.contiguous(both) is both
+    assert torch.equal(kernels.contiguous(both[:, 0].transpose(1, 2)), both[:, 0].transpose(1, 2))
+
+
 @pytest.mark.parametrize("count", [1, 40, 1000, 5000])
 def test_the_largest_are_those_of_a_sort(count: int) -> None:
     """Tokens that were not the likeliest would be drawn from. Equals come in order; infinities are numbers too."""

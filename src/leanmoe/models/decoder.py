@@ -142,6 +142,7 @@ class Decoder:
         first = next(layer.moe.layer for layer in self.layers if layer.moe is not None)
         moes, gates = self._gates(self.devices[first])
         recall = GateRecall(gates, widths, distances)
+        self._steps.forget()  # which may not have been recorded with a watcher
         for place, moe in enumerate(moes):
             moe.look_ahead = recall.watcher(place)
         return recall

@@ -89,16 +89,25 @@ class MoE:
         n, k = routing.ids.shape
         outputs = empty((n * k, x.shape[1])) if x.is_cpu else torch.empty(n * k, x.shape[1], device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
-        residents = self.pool.residents(self.layer) if n == 1 else None
-        done = None
-        if residents is not None:
-            done = moe_token(self.layout, residents, routing.ids, x, outputs, self.activation)
+        done = self._compute_resident(routing.ids, x, outputs)
         aside(visit.fetch, done=done)
         # Reads are on their way from here on: the shared expert is computed meanwhile.
         shared = None if self.shared is None else self.shared(x, phase, h)
         aside(visit.compute, done=done)
         routed = weighted_sum(outputs.view(n, k, -1), routing.weights)
         return routed if shared is None else add(routed, shared)
+
+    def _compute_resident(
+        self, ids: torch.Tensor, x: torch.Tensor, outputs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One token's experts, without a word to the pool, if nobody waits for one and all are there: see `aside`."""
+        if (
+            len(x) > 1
+            or self.look_ahead is not None
+            or (residents := self.pool.residents(self.layer)) is None
+        ):
+            return None
+        return moe_token(self.layout, residents, ids, x, outputs, self.activation)
 
 
 class _Visit:

@@ -1,0 +1,242 @@
+"""A token's step from a tape: the same bits as without, whatever happens between two tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from leanmoe import LLM, kernels
+from leanmoe.errors import ExpertReadError, LeanError
+from leanmoe.kernels import Tape, addresses, aside, empty, turn
+from leanmoe.models.batch import Batch
+from leanmoe.models.state import SequenceState
+from leanmoe.pack import open_pack, pack_gguf
+
+TOKENS = Random(3).choices(range(280), k=24)
+FAMILIES = [
+    "qwen3moe",
+    "qwen2moe",
+    "qwen35moe",
+    "gpt-oss",
+    "glm4moe",
+    "deepseek2",
+    "gemma4",
+    "granitemoe",
+    "llama",
+]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Any]) -> Callable[..., Path]:
+    made: dict[Path, Path] = {}
+
+    def make(arch: str, quant: str = "Q8_0") -> Path:
+        source = tiny_model(arch, quant).path
+        if source not in made:
+            made[source] = pack_gguf(source, tmp_path_factory.mktemp("packs") / "tiny.lmpack")
+        return made[source]
+
+    return make
+
+
+def _floor(path: Path) -> int:
+    manifest = open_pack(path).manifest
+    return 2 * manifest.expert_used_count * max(m.layout.file_bytes for m in manifest.layers)
+
+
+def _state(llm: LLM, capacity: int = 64, dtype: torch.dtype = torch.float16) -> SequenceState:
+    return llm.decoder.new_state(capacity, dtype)
+
+
+def _next(llm: LLM, state: SequenceState, token: int) -> torch.Tensor:
+    return llm.decoder.forward(Batch.of([(state, [token])]))
+
+
+def _without(llm: LLM, state: SequenceState, token: int) -> torch.Tensor:
+    """The same by a pass that may be cancelled, which is never recorded."""
+    return llm.decoder.forward(Batch.of([(state, [token])]), lambda: False)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_a_recorded_step_gives_the_bits_of_one_that_is_not(
+    arch: str, cached: bool, packed: Callable[..., Path]
+) -> None:
+    """An answer would else depend on whether its tokens came one by one, and on what was resident."""
+    path = packed(arch)
+    tiny = {"cache": _floor(path)} if cached and open_pack(path).manifest.layers else {}
+    with LLM(path, **tiny) as llm:
+        one, two = _state(llm), _state(llm)
+        for token in TOKENS:
+            assert torch.equal(_next(llm, one, token), _without(llm, two, token))
+
+
+def test_sequences_take_turns_on_one_tape(packed: Callable[..., Path]) -> None:
+    """One must not read or write the other's keys; one of another size or type has a tape of its own."""
+    forms = [(64, torch.float16), (64, torch.float16), (40, torch.float16), (64, torch.float32)]
+    with LLM(packed("qwen3moe")) as llm:
+        pairs = [(_state(llm, *form), _state(llm, *form)) for form in forms]
+        for i, token in enumerate(TOKENS[:12]):
+            for j, (one, two) in enumerate(pairs):
+                mine = (token + 7 * j) % 280
+                assert torch.equal(_next(llm, one, mine), _without(llm, two, mine)), (i, j)
+
+
+def test_threads_may_decode_side_by_side(packed: Callable[..., Path]) -> None:
+    """They share the memory that a tape works in: the second one must go without."""
+    with LLM(packed("qwen3moe")) as llm:
+        want = [
+            torch.cat([_without(llm, state, (t + 9 * i) % 280) for t in TOKENS])
+            for i, state in enumerate([_state(llm), _state(llm), _state(llm)])
+        ]
+        got: dict[int, torch.Tensor] = {}
+
+        def run(i: int) -> None:
+            state = _state(llm)
+            got[i] = torch.cat([_next(llm, state, (t + 9 * i) % 280) for t in TOKENS])
+
+        threads = [Thread(target=run, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(got[i], want[i]) for i in range(3))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_whose_expert_cannot_be_read_may_be_taken_again(
+    recorded: bool, packed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk's hiccup costs the token, not the conversation."""
+    path = packed("qwen3moe")
+    with LLM(path, cache=_floor(path)) as llm:
+        one, two = _state(llm), _state(llm)
+        if recorded:
+            _next(llm, one, 5)
+            _without(llm, two, 5)
+        pool = llm.decoder.layers[0].moe.pool
+
+        def gone(*_: object) -> None:
+            raise ExpertReadError("gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "acquire", gone)
+            with pytest.raises(ExpertReadError):
+                _next(llm, one, 8)
+        for token in TOKENS:
+            assert torch.equal(_next(llm, one, token), _without(llm, two, token))
+
+
+def test_experts_found_by_a_recorded_step_are_counted_as_hits(packed: Callable[..., Path]) -> None:
+    """`lean run` says at the end how often an expert was there."""
+    path = packed("qwen3moe")
+    manifest = open_pack(path).manifest
+    with LLM(path) as llm:
+        llm.load_all()
+        state, before = _state(llm), llm.stats
+        for token in TOKENS:
+            _next(llm, state, token)
+        seen = llm.stats - before
+        assert set(seen.layers) == {m.layer for m in manifest.layers}
+        assert {each.misses for each in seen.layers.values()} == {0}
+        assert {each.hits for each in seen.layers.values()} == {len(TOKENS) * manifest.expert_used_count}
+
+
+def test_after_close_a_recorded_step_ends_in_an_error(packed: Callable[..., Path]) -> None:
+    """The slots are gone: their memory must not be read."""
+    llm = LLM(packed("qwen3moe"))
+    state = _state(llm)
+    for token in TOKENS[:3]:
+        _next(llm, state, token)
+    llm.close()
+    with pytest.raises(LeanError, match="closed"):
+        _next(llm, state, 1)
+
+
+def _tape(position: torch.Tensor | None = None) -> Tape:
+    return Tape(torch.zeros(1, dtype=torch.int64) if position is None else position, [])
+
+
+def test_what_torch_computes_is_refused_while_a_tape_records() -> None:
+    """It would be missing from the second token on, and nobody would know."""
+    x = torch.ones(1, 16)
+    with _tape().recording(), pytest.raises(RuntimeError, match="missing on the tape"):
+        x.mul_(2)
+    with _tape().recording(), pytest.raises(RuntimeError, match="missing on the tape"):
+        kernels.add(x, x).t().contiguous().clone()
+    assert torch.equal(kernels.add(x, x), x + x)  # and the thread is free of it
+
+
+def test_calls_and_what_is_done_aside_keep_their_order() -> None:
+    x, seen = torch.ones(1, 16), []
+    tape = _tape()
+
+    def look(given: object) -> None:
+        seen.append((given, float(y[0, 0]), float(y.mul(2)[0, 1])))
+
+    with tape.recording():
+        y = kernels.scaled(x, 3.0)
+        aside(look, "first")
+        z = kernels.add(y, x)
+        aside(lambda given: seen.append((given, float(z[0, 0]))), "first")
+    x.fill_(2)
+    tape.run("second")
+    assert seen == [("first", 3, 6), ("first", 4), ("second", 6, 12), ("second", 8)]
+
+
+def test_what_is_done_already_is_not_done_aside() -> None:
+    """So a token whose experts are all there never comes back to the interpreter."""
+    done, seen, tape, x = torch.zeros(1, dtype=torch.int64), [], _tape(), torch.ones(1, 16)
+    with tape.recording():
+        aside(seen.append, 0, done=done)
+        y = kernels.scaled(x, 2.0)
+        aside(seen.append, 0)
+    done.fill_(1)
+    x.fill_(5)
+    tape.run(1)
+    assert seen == [0, 0, 1]
+    assert y.eq(10).all()
+    done.zero_()
+    tape.run(2)
+    assert seen == [0, 0, 1, 2, 2]
+    aside(seen.append, 3, done=torch.ones(1, dtype=torch.int64))
+    assert len(seen) == 5
+
+
+def test_memory_of_a_layer_is_taken_again_by_the_layer_after_the_next() -> None:
+    """A tape's memory is that of two layers, however many there are."""
+    tape, x = _tape(), torch.ones(1, 1000)
+    with tape.recording():
+        for layer in range(50):
+            turn()
+            for _ in range(30):
+                y = kernels.scaled(x, 1.5)
+            x = kernels.scaled(y, 1 / 1.5 if layer % 2 else 1.0)
+        assert empty((3, 5), torch.int64).shape == (3, 5)
+    assert tape.nbytes <= 3 << 20
+
+
+def test_a_tape_moves_from_sequence_to_sequence() -> None:
+    """Attention finds the keys by the address that it was given last."""
+    position = torch.zeros(1, dtype=torch.int64)
+    q, k, v = (torch.randn(1, 2, 16) for _ in range(3))
+    caches = [torch.zeros(2, 2, 8, 16) for _ in range(2)]
+    out = torch.empty(1, 2, 16)
+    tape = Tape(position, caches[:1])
+    arguments = (1.0, None, None, out)
+    with tape.recording():
+        kernels.attention.attend_next(q, k, v, caches[0], 0, *arguments)
+    tape.move(3, addresses(caches[1:]))
+    tape.run(None)
+    assert torch.equal(caches[0][0, :, 0], k[0])
+    assert torch.equal(caches[1][0, :, 3], k[0])
+    assert torch.equal(caches[1][1, :, 3], v[0])
+    assert not caches[0][:, :, 3].any()
+    want = torch.empty(1, 2, 16)
+    other = torch.zeros(2, 2, 8, 16)
+    kernels.attention.attend_next(q, k, v, other, 3, 1.0, None, None, want)
+    assert torch.equal(out, want)
