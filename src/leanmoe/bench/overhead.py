@@ -1,8 +1,9 @@
 """Where a token's time goes when all is in memory: `python -m leanmoe.bench.overhead PACK`
 
 A decode step is divided into *kernels* (calls of the C++ extension), *reads* (time for which it waited for experts)
-and the *rest*: the interpreter, torch's dispatch, the look-ups in the cache. Counted beside it, for each layer and
-around them, are the calls of the extension, torch's operations and python's calls: no clock disturbs those.
+and the *rest*: the interpreter, torch's dispatch, the look-ups in the cache. Counted beside it are the calls of the
+extension, torch's operations and python's calls: no clock disturbs those. (A recorded step is one call of the
+extension, `Tape.run`, for as far as all that it wants is in memory.)
 
 Each time is the least of all tokens, and the median. "cpu" is what the deciding thread itself computed: other
 programs cannot lengthen it, but waits for other threads are not in it.
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanmoe import LLM
@@ -39,12 +39,6 @@ class Counts:
     torch: Counter[str]
     python: int
     native: int
-
-    def __sub__(self, other: "Counts") -> "Counts":
-        kernels, operations = self.kernels.copy(), self.torch.copy()
-        kernels.subtract(other.kernels)
-        operations.subtract(other.torch)
-        return Counts(+kernels, +operations, self.python - other.python, self.native - other.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,124 +89,71 @@ class Workload:
         self._detokenizer.push(next(self._tokens))
 
 
-def measure(work: Workload, tokens: int, clock: Callable[[], float]) -> tuple[list[Split], list[Split]]:
-    """The time of each of `tokens` tokens by `clock`: in the layers, and around them."""
-    within, around = list[Split](), list[Split]()
+def measure(work: Workload, tokens: int, clock: Callable[[], float]) -> list[Split]:
+    """The time of each of `tokens` tokens by `clock`."""
+    found = list[Split]()
+    with clocked(clock) as kernels:
 
-    def now() -> Split:
-        return Split(clock(), kernels.seconds, work.llm.stats.stall_seconds)
+        def now() -> Split:
+            return Split(clock(), kernels.seconds, work.llm.stats.stall_seconds)
 
-    def timed(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        begun = now()
-        for layer in layers:
-            x = layer(x, *args)
-        within.append(now() - begun)
-        return x
-
-    decoder = work.llm.decoder
-    layers, devices = decoder.layers, decoder.devices
-    decoder.layers, decoder.devices = [timed], devices[:1]  # type: ignore[list-item]
-    try:
-        with clocked(clock) as kernels:
-            for _ in range(tokens):
-                begun = now()
-                work.token()
-                around.append(now() - begun - within[-1])
-    finally:
-        decoder.layers, decoder.devices = layers, devices
-    return within, around
+        for _ in range(tokens):
+            begun = now()
+            work.token()
+            found.append(now() - begun)
+    return found
 
 
-def count(work: Workload) -> tuple[Counts, Counts]:
-    """What one token takes within its layers, all of them together, and around them."""
-    operations = _TorchWatch()
-    calls = Counter[str]()
-    within = Counts(Counter(), Counter(), 0, 0)
-
-    def now() -> Counts:
-        return Counts(kernels.names.copy(), operations.calls.copy(), calls["call"], calls["c_call"])
-
-    def counted(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(*args: Any) -> torch.Tensor:
-            nonlocal within
-            before = now()
-            out = layer(*args)
-            spent = now() - before
-            within = Counts(
-                within.kernels + spent.kernels,
-                within.torch + spent.torch,
-                within.python + spent.python,
-                within.native + spent.native,
-            )
-            return out
-
-        return run
+def count(work: Workload) -> Counts:
+    """What one token takes."""
+    operations, calls = _TorchWatch(), Counter[str]()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         calls[event] += 1
 
-    decoder = work.llm.decoder
-    layers = decoder.layers
-    decoder.layers = [counted(layer) for layer in layers]  # type: ignore[misc]
-    try:
-        with clocked() as kernels, operations:
-            work.token()
-        sys.setprofile(profile)
+    with clocked() as kernels, operations:
         work.token()
-        sys.setprofile(None)
-    finally:
-        decoder.layers = layers
-    return within, now() - within
+    sys.setprofile(profile)
+    work.token()
+    sys.setprofile(None)
+    return Counts(kernels.names.copy(), operations.calls.copy(), calls["call"], calls["c_call"])
 
 
 def report(work: Workload, tokens: int) -> dict[str, Any]:
-    """All of it as plain values, for one layer and for what is around the layers: counts, and seconds of a token."""
+    """All of it as plain values: counts, and seconds of a token."""
     clocks = {"wall": time.perf_counter, "cpu": time.thread_time}
-    layers = len(work.llm.decoder.layers)
     counts = count(work)
-    times = {name: measure(work, tokens, clock) for name, clock in clocks.items()}
-    found: dict[str, Any] = {"layers": layers, "residency": work.llm.plan.residency}
-    for place, (name, share) in enumerate((("layer", layers), ("around", 1))):
-        seconds = {clock: _summary(split[place], share) for clock, split in times.items()}
-        found[name] = seconds | _plain(counts[place], share)
-    return found
-
-
-def _summary(splits: list[Split], share: int) -> dict[str, dict[str, float]]:
-    columns = {name: [getattr(s, name) / share for s in splits] for name in PARTS}
-    return {name: {"least": min(x), "median": statistics.median(x)} for name, x in columns.items()}
-
-
-def _plain(counts: Counts, share: int) -> dict[str, Any]:
-    return {
-        "kernel_calls": counts.kernels.total() / share,
-        "torch_operations": counts.torch.total() / share,
-        "python_calls": counts.python / share,
-        "native_calls": counts.native / share,
-        "kernels": {name: n / share for name, n in counts.kernels.most_common()},
-        "torch": {name: n / share for name, n in counts.torch.most_common()},
+    found: dict[str, Any] = {
+        "layers": len(work.llm.decoder.layers),
+        "residency": work.llm.plan.residency,
+        "kernel_calls": counts.kernels.total(),
+        "torch_operations": counts.torch.total(),
+        "python_calls": counts.python,
+        "native_calls": counts.native,
+        "kernels": dict(counts.kernels.most_common()),
+        "torch": dict(counts.torch.most_common()),
     }
+    return found | {name: _summary(measure(work, tokens, clock)) for name, clock in clocks.items()}
+
+
+def _summary(splits: list[Split]) -> dict[str, dict[str, float]]:
+    columns = {name: [getattr(s, name) for s in splits] for name in PARTS}
+    return {name: {"least": min(x), "median": statistics.median(x)} for name, x in columns.items()}
 
 
 def text(found: dict[str, Any]) -> str:
     """The tables."""
     lines = [f"{found['layers']} layers, {found['residency']:.0%} of the experts resident", ""]
-    lines += ["| microseconds a token | one layer: least, median, cpu | around: least, median, cpu |"]
-    lines += ["| --- | --- | --- |"]
+    lines += ["| a token, in microseconds | least | median | cpu, least |", "| --- | --- | --- | --- |"]
     for part in PARTS:
-        cells = []
-        for place in ("layer", "around"):
-            wall, cpu = found[place]["wall"][part], found[place]["cpu"][part]
-            cells.append(", ".join(f"{1e6 * t:.0f}" for t in (wall["least"], wall["median"], cpu["least"])))
+        wall, cpu = found["wall"][part], found["cpu"][part]
+        cells = (f"{1e6 * t:.0f}" for t in (wall["least"], wall["median"], cpu["least"]))
         lines.append(f"| {part} | {' | '.join(cells)} |")
-    lines += ["", "| calls | one layer | around |", "| --- | --- | --- |"]
+    lines += ["", "| a token | calls |", "| --- | --- |"]
     for name in ("kernel_calls", "torch_operations", "python_calls", "native_calls"):
-        cells = [f"{found[place][name]:.1f}" for place in ("layer", "around")]
-        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
-    for place in ("layer", "around"):
-        for kind in ("kernels", "torch"):
-            names = (f"{name} {n:.3g}" for name, n in found[place][kind].items())
-            lines += ["", f"{place}, {kind}: {', '.join(names)}"]
+        lines.append(f"| {name.replace('_', ' ')} | {found[name]} |")
+    for kind in ("kernels", "torch"):
+        lines += ["", f"{kind}: {', '.join(f'{name} {n}' for name, n in found[kind].items())}"]
     return "\n".join(lines)
 
 

@@ -23,15 +23,15 @@ class Steps:
         self._step: _Step | None = None
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The states [N, hidden] after the last layer; good until the next call."""
+        """The states [N, hidden] after the last layer."""
         if len(batch.tokens) != 1 or not self._recorded or not self._lock.acquire(blocking=False):
             return self._through(batch)
         try:
             if self._step is not None and self._step.fits(batch):
-                return self._step.run(batch)
+                return self._step.run(batch).clone()  # before another thread takes the tape
             self._step = None  # its memory is free before the next one's is taken
             self._step, x = _Step.record(self._through, batch)
-            return x
+            return x.clone()
         finally:
             self._lock.release()
 
