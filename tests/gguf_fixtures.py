@@ -64,7 +64,9 @@ def write_moe_gguf(
             writer.add_uint32(key, value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"tøken{i}" for i in range(VOCAB)])
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(["t", "o", "to", *(f"tøken{i}" for i in range(3, VOCAB))])
+    writer.add_token_merges(["t o"])
     writer.add_token_types([1] * VOCAB)
     writer.add_chat_template("{{ messages }}")
 

@@ -58,6 +58,7 @@ def _yarn(**values: float) -> dict[str, Any]:
         ),
         ("qwen3moe", {"num_experts": 0, "num_local_experts": 0}, "num_(local_)?experts is 0"),
         ("qwen3moe", {"rms_norm_eps": -1.0}, r"rms_norm_eps is -1\.0"),
+        ("qwen3moe", {"rms_norm_eps": 0.0}, r"rms_norm_eps is 0\.0"),
         ("qwen3moe", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ("qwen3moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen3moe", {"rope_parameters": {"partial_rotary_factor": -1}}, "partial_rotary_factor is -1"),

@@ -45,6 +45,11 @@ def _with_extra(tensors: Tensors) -> None:
         ({}, lambda t: [t.pop(n) for n in list(t) if n.startswith("blk.1.") and "exps" in n], "layer 1"),
         ({}, _first_rows(4, "blk.0.ffn_gate_inp.weight"), "ffn_gate_inp"),
         ({}, _first_rows(200, "token_embd.weight", "output.weight"), "tokens"),
+        ({"attention.layer_norm_rms_epsilon": 0.0}, None, r"layer_norm_rms_epsilon is 0\.0; wanted more"),
+        ({"attention.layer_norm_rms_epsilon": -1e-6}, None, "layer_norm_rms_epsilon is -"),
+        ({"attention.layer_norm_rms_epsilon": 1.0}, None, r"layer_norm_rms_epsilon is 1\.0"),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, None, "layer_norm_rms_epsilon"),
+        ({"attention.layer_norm_rms_epsilon": float("inf")}, None, "layer_norm_rms_epsilon"),
         ({"tokenizer.ggml.model": "bert"}, None, "bert"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, None, "tokenizer"),
     ],
@@ -75,6 +80,36 @@ def test_a_delta_net_that_contradicts_its_metadata_is_refused_by_file(
     tiny_model: Callable[..., Any], tmp_path: Path, keys: dict[str, Any], says: str
 ) -> None:
     path = rewritten(tiny_model("qwen35moe").path, tmp_path / "m.gguf", keys)
+    with pytest.raises(FormatError, match=says) as refused:
+        LLM(pack_gguf(path, tmp_path / "m.lmpack"))
+    assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "says"),
+    [
+        (
+            "llama",
+            "feed_forward_length",
+            r"llama\.feed_forward_length is 1073741824, but blk\.0\.ffn_up\.weight has 96 rows",
+        ),
+        (
+            "glm4moe",
+            "feed_forward_length",
+            r"feed_forward_length is 1073741824, but blk\.0\.ffn_up\.weight has 96 rows",
+        ),
+        (
+            "qwen2moe",
+            "expert_shared_feed_forward_length",
+            r"width is 1073741824, but blk\.0\.ffn_up_shexp\.weight has 64 rows",
+        ),
+    ],
+)
+def test_a_width_that_contradicts_the_tensors_is_no_matter_of_memory(
+    tiny_model: Callable[..., Any], tmp_path: Path, arch: str, key: str, says: str
+) -> None:
+    """The answer was to take a larger budget, of terabytes."""
+    path = rewritten(tiny_model(arch).path, tmp_path / "m.gguf", {key: 1 << 30})
     with pytest.raises(FormatError, match=says) as refused:
         LLM(pack_gguf(path, tmp_path / "m.lmpack"))
     assert str(tmp_path) in str(refused.value)

@@ -1,7 +1,9 @@
 """`lean pack`, `lean info` and `lean verify` as a user types them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -11,6 +13,7 @@ from gguf_fixtures import write_moe_gguf
 from leanmoe.cli.pack_commands import info, pack, verify
 from leanmoe.cli.plan import plan
 from leanmoe.errors import FormatError, UnsupportedError, UsageError
+from oracles.rewrite import rewritten
 
 app = typer.Typer()
 for command in (pack, info, verify, plan):
@@ -96,6 +99,13 @@ def test_an_unfinished_pack_is_called_so(tmp_path: Path) -> None:
         assert "not finished" in str(lean(command.__name__, tmp_path / "a.lmpack").exception)
 
 
+def test_one_tensor_is_not_called_1_tensors(tmp_path: Path) -> None:
+    path = write_moe_gguf(tmp_path / "m.gguf", layers=1, experts=0, skip=("blk.0.ffn_down.weight",))
+    shown = lean("info", path).stdout
+    assert "Q8_0: 1 tensor, " in shown
+    assert "F32: 4 tensors, " in shown
+
+
 def test_equal_sizes_are_said_once(source: Path) -> None:
     line = next(line for line in lean("info", source).stdout.splitlines() if line.startswith("one expert"))
     assert line.split(maxsplit=2)[2].strip() == "8.0 KiB"
@@ -115,4 +125,24 @@ def test_a_model_that_lean_cannot_run_is_not_packed(tmp_path: Path) -> None:
     result = lean("pack", strange, "--consume")
     assert isinstance(result.exception, UnsupportedError)
     assert "frobnicate" in str(result.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["strange.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "bert"),
+        ({"tokenizer.ggml.pre": "nobody's"}, "nobody's"),
+        ({"tokenizer.ggml.tokens": ["a", "b"]}, "tokenizer"),
+    ],
+)
+def test_nor_is_one_whose_tokenizer_it_cannot_use(
+    tiny_model: Callable[..., Any], tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    """Only `lean run` said so, after the copying, when the source was gone."""
+    path = rewritten(tiny_model("qwen3moe").path, tmp_path / "strange.gguf", keys)
+    refused = lean("pack", path, "--consume").exception
+    assert isinstance(refused, UnsupportedError | FormatError)
+    assert says in str(refused)
+    assert str(path) in str(refused)
     assert [p.name for p in tmp_path.iterdir()] == ["strange.gguf"]

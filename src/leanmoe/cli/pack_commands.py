@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from leanmoe.cli.check import check_model
 from leanmoe.cli.progress import progress_bar
 from leanmoe.convert import QUANTS, CheckpointSource
 from leanmoe.errors import UsageError
-from leanmoe.models.registry import model_spec
 from leanmoe.pack import (
     AGAIN,
     Summary,
@@ -62,11 +62,11 @@ def pack(
             if source.is_dir():
                 out = out or source.resolve().with_name(source.resolve().name + ".lmpack")
                 checkpoint = CheckpointSource(source, quant)
-                model_spec(checkpoint.gguf)
+                check_model(checkpoint.gguf)
                 pack_source(checkpoint, out, consume=consume, progress=report)
             else:
                 out = out or default_output(source)
-                pack_gguf(source, out, consume=consume, progress=report, check=model_spec)
+                pack_gguf(source, out, consume=consume, progress=report, check=check_model)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; run the same command again to go on") from None
     print(out)
@@ -91,7 +91,7 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PACK", help="The pack t
     for fault in faults:
         print(fault)
     if faults:
-        print(f"{path}: {len(faults)} {'fault' if len(faults) == 1 else 'faults'}; {AGAIN}")
+        print(f"{path}: {_counted(len(faults), 'fault')}; {AGAIN}")
         raise typer.Exit(1)
     print(f"{path}: no faults")
 
@@ -121,7 +121,7 @@ def _table(summary: Summary) -> Table:
         "trunk": format_bytes(summary.trunk_bytes),
         "context length": str(summary.context_length or "-"),
         "chat template": "yes" if summary.chat_template else "no",
-        "left out": f"{summary.skipped_tensors} tensors (multi-token prediction)",
+        "left out": f"{_counted(summary.skipped_tensors, 'tensor')} (multi-token prediction)",
     }
     if not summary.experts:
         del rows["expert files"], rows["one expert"]
@@ -130,5 +130,9 @@ def _table(summary: Summary) -> Table:
     for label, value in rows.items():
         table.add_row(label, value)
     for type_name, (count, nbytes) in summary.types.items():
-        table.add_row("type", f"{type_name}: {count} tensors, {format_bytes(nbytes)}")
+        table.add_row("type", f"{type_name}: {_counted(count, 'tensor')}, {format_bytes(nbytes)}")
     return table
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

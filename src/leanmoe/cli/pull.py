@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from leanmoe.cli.check import check_model
 from leanmoe.cli.progress import progress_bar
-from leanmoe.models.registry import model_spec
 
 
 def pull(
@@ -44,7 +44,7 @@ def pull(
             out,
             keep=keep,
             overlap=overlap,
-            check=model_spec,
+            check=check_model,
             downloading=None if overlap else downloading,
             packing=packing,
         )

@@ -32,14 +32,13 @@ from leanmoe.engine.plan import MemoryPlan, plan_memory
 from leanmoe.engine.sampling import Sampler, SamplingOptions, sampling_params
 from leanmoe.engine.sequence import Sequence
 from leanmoe.engine.tuning import choice_for, find_tuned
-from leanmoe.errors import BudgetError, FormatError, UnsupportedError, UsageError
+from leanmoe.errors import BudgetError, UnsupportedError, UsageError
 from leanmoe.experts.policy import Key, policy_named
 from leanmoe.experts.pool import ExpertPool, Observer, Placement
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch, Survey
 from leanmoe.experts.trace import RoutingTrace
-from leanmoe.formats.gguf import GGUFFile
 from leanmoe.models.batch import Batch
 from leanmoe.models.decoder import Decoder
 from leanmoe.models.registry import model_spec
@@ -47,7 +46,7 @@ from leanmoe.models.state import KV_TYPES
 from leanmoe.models.trunk import Trunk
 from leanmoe.models.workers import Workers
 from leanmoe.pack import Pack, open_pack
-from leanmoe.text import ChatTemplate, Message, StopMatcher, Tokenizer
+from leanmoe.text import ChatTemplate, Message, StopMatcher, file_template, file_tokenizer
 from leanmoe.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class LLM:
         )
         self.pack: Pack = open_pack(path)
         self.spec = model_spec(self.pack.trunk)
-        self.tokenizer = _tokenizer(self.pack.trunk, self.spec.vocab)
+        self.tokenizer = file_tokenizer(self.pack.trunk, self.spec.vocab)
         self._template: ChatTemplate | None = None
         available = config.memory or default_budget()
         if available > (there := machine_bytes()):
@@ -225,8 +224,7 @@ class LLM:
     def chat_template(self) -> ChatTemplate:
         """The model's own. Raises `UsageError` if it has none."""
         if self._template is None:
-            with _naming(self.pack.trunk):
-                self._template = ChatTemplate.from_metadata(self.pack.trunk.metadata, self.tokenizer)
+            self._template = file_template(self.pack.trunk, self.tokenizer)
         return self._template
 
     @property
@@ -473,26 +471,6 @@ class LLM:
 
 def _bytes(size: str | int | None) -> int | None:
     return None if size is None else parse_bytes(size)
-
-
-@contextmanager
-def _naming(trunk: GGUFFile) -> Iterator[None]:
-    """Errors about metadata, which know only keys, get the name of the file that has them."""
-    try:
-        yield
-    except (FormatError, UnsupportedError) as error:
-        raise type(error)(f"{trunk.path}: {error}") from error
-
-
-def _tokenizer(trunk: GGUFFile, vocab: int) -> Tokenizer:
-    """The tokenizer in the metadata of `trunk`. Raises `FormatError` unless it has `vocab` tokens."""
-    with _naming(trunk):
-        tokenizer = Tokenizer.from_metadata(trunk.metadata)
-    if tokenizer.vocab_size != vocab:
-        raise FormatError(
-            f"{trunk.path}: the tokenizer has {tokenizer.vocab_size} tokens, but there are embeddings of {vocab}"
-        )
-    return tokenizer
 
 
 def _vram(name: str, wanted: int | None) -> int:

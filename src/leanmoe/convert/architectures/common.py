@@ -57,8 +57,8 @@ def base_metadata(config: Config) -> dict[str, Value]:
     activation, eps = config.text("hidden_act", default="silu"), config.number("rms_norm_eps")
     if activation not in ("silu", "swish"):
         raise UnsupportedError(f"{config.source}: hidden_act is '{activation[:80]}'; silu is supported")
-    if not 0 <= eps < 1:
-        raise config.error(f"rms_norm_eps is {eps}; a small number from 0 was wanted")
+    if not 0 < eps < 1:
+        raise config.error(f"rms_norm_eps is {eps}; more than 0, less than 1 was wanted")
     return {
         "block_count": config.layers,
         "context_length": config.integer("max_position_embeddings"),
@@ -175,6 +175,12 @@ def selection_bias(block: Block, name: str) -> Iterator[Named]:
     """The bias that takes part in the choice of experts alone, where there is one."""
     if block.has(name):
         yield "exp_probs_b.bias", block.take(name)
+
+
+def qk_normed_moe(block: Block) -> Iterator[Named]:
+    """A block of attention with normed q and k, and of routed experts: nothing but names."""
+    yield from block.renamed(ATTENTION | QK_NORM | FFN_NORM | ROUTER)
+    yield from block.experts("mlp.experts", expert_count(block.config))
 
 
 def expert_count(config: Config) -> int:

@@ -1,28 +1,16 @@
 """`olmoe` (OLMoE-1B-7B): nothing but names. A GGUF has no key for clipped q, k, v, so a model that clips is refused."""
 
-from collections.abc import Iterator
-
 from leanmoe.convert.architectures.common import (
-    ATTENTION,
-    FFN_NORM,
     IGNORED,
-    QK_NORM,
-    ROUTER,
     base_metadata,
-    expert_count,
     expert_metadata,
+    qk_normed_moe,
     top,
 )
-from leanmoe.convert.block import Block, Named
 from leanmoe.convert.config import Config
 from leanmoe.convert.conversion import Conversion
 from leanmoe.errors import UnsupportedError
 from leanmoe.formats.gguf_values import Value
-
-
-def _block(block: Block) -> Iterator[Named]:
-    yield from block.renamed(ATTENTION | QK_NORM | FFN_NORM | ROUTER)
-    yield from block.experts("mlp.experts", expert_count(block.config))
 
 
 def _metadata(config: Config) -> dict[str, Value]:
@@ -31,4 +19,4 @@ def _metadata(config: Config) -> dict[str, Value]:
     return base_metadata(config) | expert_metadata(config)
 
 
-CONVERSIONS = {"olmoe": Conversion("olmoe", _metadata, _block, top, ("olmo",), IGNORED)}
+CONVERSIONS = {"olmoe": Conversion("olmoe", _metadata, qk_normed_moe, top, ("olmo",), IGNORED)}

@@ -11,10 +11,9 @@ from leanmoe.convert.architectures.common import (
     FFN_NORM,
     IGNORED,
     QK_NORM,
-    ROUTER,
     base_metadata,
-    expert_count,
     expert_metadata,
+    qk_normed_moe,
     top,
 )
 from leanmoe.convert.block import Block, Named
@@ -26,11 +25,6 @@ from leanmoe.formats.gguf_values import Value
 
 def _dense(block: Block) -> Iterator[Named]:
     yield from block.renamed(ATTENTION | QK_NORM | FFN_NORM | DENSE_FFN)
-
-
-def _moe(block: Block) -> Iterator[Named]:
-    yield from block.renamed(ATTENTION | QK_NORM | FFN_NORM | ROUTER)
-    yield from block.experts("mlp.experts", expert_count(block.config))
 
 
 def _moe_metadata(config: Config) -> dict[str, Value]:
@@ -47,5 +41,5 @@ def _moe_metadata(config: Config) -> dict[str, Value]:
 
 CONVERSIONS = {
     "qwen3": Conversion("qwen3", base_metadata, _dense, top, ("qwen2",), IGNORED),
-    "qwen3_moe": Conversion("qwen3moe", _moe_metadata, _moe, top, ("qwen2",), IGNORED),
+    "qwen3_moe": Conversion("qwen3moe", _moe_metadata, qk_normed_moe, top, ("qwen2",), IGNORED),
 }

@@ -180,14 +180,17 @@ def read_spec(
         raise FormatError(
             f"{gguf.path}: {meta.arch}.expert_count is {router.experts} but there is no router tensor"
         )
+    dense_width = meta.integer("feed_forward_length", 0)
+    _check_width(gguf, layers, "ffn_up", dense_width, f"{meta.arch}.feed_forward_length is")
+    _check_width(gguf, layers, "ffn_up_shexp", shared_width, "by its metadata the shared expert's width is")
     return ModelSpec(
         architecture=meta.arch,
         hidden=hidden,
         vocab=embedding.ne[1],
         context_length=meta.integer("context_length", low=1),
-        eps=meta.number("attention.layer_norm_rms_epsilon") if eps is None else eps,
+        eps=_read_epsilon(meta) if eps is None else eps,
         mixers=tuple(mixer(n) if callable(mixer) else mixer for n in range(layers)),
-        dense_width=meta.integer("feed_forward_length", 0),
+        dense_width=dense_width,
         router=router,
         expert_width=expert_width,
         shared_width=shared_width,
@@ -195,6 +198,24 @@ def read_spec(
         moe_layers=moe,
         norm2=norm2,
     )
+
+
+def _check_width(gguf: GGUFFile, layers: int, name: str, width: int, says: str) -> None:
+    """Raises `FormatError` where a tensor is of another width: the plan goes by the metadata, and is made first."""
+    for n in range(layers):
+        up = gguf.tensors.get(f"blk.{n}.{name}.weight")
+        rows = width if up is None else math.prod(up.ne[1:])
+        if rows != width:
+            raise FormatError(f"{gguf.path}: {says} {width}, but blk.{n}.{name}.weight has {rows} rows")
+
+
+def _read_epsilon(meta: Metadata) -> float:
+    """What is added to a mean square before its root."""
+    key = "attention.layer_norm_rms_epsilon"
+    eps = meta.number(key)
+    if not 0 < eps < 1:
+        raise FormatError(f"{meta.source}: {meta.arch}.{key} is {eps}; wanted more than 0, less than 1")
+    return eps
 
 
 def shared_expert_width(meta: Metadata, expert_width: int) -> int:
