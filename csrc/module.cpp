@@ -14,7 +14,8 @@
 namespace nb = nanobind;
 using namespace lean;
 
-void bind_step(nb::module_& m);  // module_step.cpp
+void bind_step(nb::module_& m);   // module_step.cpp
+void bind_files(nb::module_& m);  // module_files.cpp
 
 namespace {
 
@@ -266,6 +267,7 @@ NB_MODULE(_cpu, m) {
         return types;
     });
     bind_step(m);
+    bind_files(m);
     m.def("convolve", &convolve);
     m.def("delta_rule", &delta_rule);
     m.def("product_types", [] {

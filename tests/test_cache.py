@@ -61,11 +61,11 @@ class GatedStore(ExpertStore):
         for key in keys:
             self.gates[key].set()
 
-    def read_into(self, key, buffer):
+    def read_into(self, key, buffer, *arrangement):
         self.reads[key] += 1
         if key in self.gates:
             assert self.gates[key].wait(20)
-        super().read_into(key, buffer)
+        super().read_into(key, buffer, *arrangement)
 
 
 @contextmanager

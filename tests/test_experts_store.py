@@ -5,10 +5,14 @@ import gc
 import logging
 import mmap
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from expert_packs import contents, make_pack
+from kernel_fixtures import expert_layout
+from leanmoe import kernels
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.store import ExpertStore
 
@@ -125,6 +129,55 @@ def test_where_direct_reads_are_refused_buffered_ones_are_used_and_said_once(pac
         pytest.skip("this file system takes unaligned direct reads")
     assert len(messages) == 1
     assert "refuses O_DIRECT" in messages[0]
+
+
+def test_reading_time_does_not_add_up_over_threads(pack):
+    """Four readers side by side made the disk look four times slower."""
+    store, began = ExpertStore(pack, verify="never"), time.perf_counter()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: read(store, i % 3), range(200)))
+    assert 0 < store.reading_seconds <= time.perf_counter() - began
+    done = store.reading_seconds
+    assert store.reading_seconds == done
+
+
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_experts_arrive_in_the_order_that_is_asked_for_and_are_checked_in_the_files(tmp_path, verify):
+    """A digest of rearranged bytes would match no file; one taken too late would let a damaged expert be used."""
+    file = expert_layout(("Q4_K", "Q4_K", "Q6_K"), 256, 512)
+    pack, arrangement = (
+        make_pack(tmp_path / "one.lmpack", {0: file.file_bytes}, 1, 1),
+        kernels.Arrangement(kernels.arranged(file)),
+    )
+    path, buffer = pack.expert_path(0, 0), memoryview(mmap.mmap(-1, file.file_bytes))
+    good = path.read_bytes()
+    wanted = bytearray(good)
+    arrangement.apply(memoryview(wanted))
+    if kernels.isa() == "avx512":
+        assert wanted != good
+    store = ExpertStore(pack, verify=verify)
+    for _ in range(2):
+        store.read_into((0, 0), buffer, arrangement)
+        assert buffer == wanted
+    path.write_bytes(good)  # another stamp, the same bytes
+    store.read_into((0, 0), buffer, arrangement)
+    assert buffer == wanted
+    store.read_into((0, 0), buffer)
+    assert buffer == good
+    path.write_bytes(bytes(len(good)))
+    if verify == "never":
+        store.read_into((0, 0), buffer, arrangement)
+    else:
+        with pytest.raises(ExpertReadError, match="has digest"):
+            store.read_into((0, 0), buffer, arrangement)
+
+
+def test_an_arrangement_does_not_touch_what_is_not_an_expert_of_its_layer():
+    """Bytes of the next slot would be overwritten."""
+    file = expert_layout(("Q4_K", "Q4_K", "Q6_K"), 256, 512)
+    arrangement = kernels.Arrangement(kernels.arranged(file))
+    with pytest.raises(ValueError, match=f"{file.file_bytes} bytes"):
+        arrangement.apply(memoryview(bytearray(file.file_bytes - 4096)))
 
 
 def cached_pages(path):

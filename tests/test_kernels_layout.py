@@ -117,7 +117,7 @@ def test_a_group_of_experts_is_its_products_in_turn(types: tuple[str, str, str])
         torch_reference.moe_ffn(file, batch, x, want)
         before = [slot.clone() for slot in batch.slots]
         for slot in batch.slots:
-            kernels.arrange_expert(slot.numpy().data, layout)
+            kernels.Arrangement(layout).apply(slot.numpy().data)
         got = torch.full((44, 512), torch.nan)
         kernels.moe_ffn(layout, batch, x, got)
         assert (got - want).norm() <= 0.03 * want.norm()

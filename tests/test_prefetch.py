@@ -59,12 +59,12 @@ class GatedStore(ExpertStore):
         self.gates |= {key: threading.Event() for key in keys}
         self.began |= {key: threading.Event() for key in keys}
 
-    def read_into(self, key, buffer):
+    def read_into(self, key, buffer, *arrangement):
         self.order.append(key)
         if key in self.gates:
             self.began[key].set()
             assert self.gates[key].wait(20)
-        super().read_into(key, buffer)
+        super().read_into(key, buffer, *arrangement)
 
 
 class Bench:
@@ -99,7 +99,7 @@ class Bench:
 
     def settle(self):
         """Waits until no reader has or will take up anything."""
-        while self.readers._ahead or self.readers._ahead_running or self.readers._demand_running:
+        while self.readers._ahead or any(self.readers._running):
             os.sched_yield()
 
     def counts(self, layer):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from leanmoe.engine import speed
 from leanmoe.engine.config import EngineConfig
 from leanmoe.engine.speed import Sample, Speed, Test, measure
 from leanmoe.errors import UsageError
-from leanmoe.experts.stats import BusyClock, CacheStats, LayerStats
+from leanmoe.experts.stats import CacheStats, LayerStats
 from leanmoe.kernels import _cpu, cpu
 from leanmoe.kernels.clock import clocked
 from leanmoe.pack import pack_gguf
@@ -180,20 +179,6 @@ def test_the_clock_counts_this_threads_calls_and_leaves_the_extension_as_it_was(
     assert clock.calls == 1
     assert clock.seconds > 0
     assert (dict(vars(_cpu)), _cpu.Plan.run) == before
-
-
-def test_overlapping_reads_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four readers side by side made the disk look four times slower."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = BusyClock()
-    with clock.busy():
-        now[0] = 1.0
-        with clock.busy():
-            now[0] = 3.0
-        assert clock.seconds == 3.0
-    now[0] = 10.0
-    assert clock.seconds == 3.0
 
 
 def test_rates_and_parts_are_means_over_all_repetitions() -> None:

@@ -42,7 +42,7 @@ from leanmoe.experts.slots import SlotClass, SlotPlan
 from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
-from leanmoe.kernels import ResidentExperts, arrange_expert
+from leanmoe.kernels import Arrangement, ResidentExperts
 
 # How often a starved acquire looks for leases that were dropped without being given back.
 _RECLAIM_SECONDS = 1.0
@@ -144,6 +144,7 @@ class ExpertCache:
         self._experts = {layer.layer: layer.expert_count for layer in store.pack.manifest.layers}
         self.layouts = {layer.layer: device.layout(layer.layout) for layer in store.pack.manifest.layers}
         """Where gate, up and down lie inside a lease's `data`, and in what order their bytes are, by layer."""
+        self._arrangements = {layer: Arrangement(layout) for layer, layout in self.layouts.items()}
         self._counters = Counters(layer for c in plan.classes for layer in c.layers)
         largest = max((c.size for c in plan.classes), default=0)
         self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
@@ -454,8 +455,7 @@ class ExpertCache:
         return error
 
     def _fill(self, key: Key, buffer: memoryview) -> None:
-        self._store.read_into(key, buffer)
-        arrange_expert(buffer, self.layouts[key[0]])
+        self._store.read_into(key, buffer, self._arrangements[key[0]])
 
     def _free(self, slot: Slot) -> None:
         if not self._closed:

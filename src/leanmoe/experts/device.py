@@ -27,7 +27,7 @@ class Device(ABC):
 
     @abstractmethod
     def layout(self, file: ExpertLayout) -> ExpertLayout:
-        """The layout in which experts are computed with here; `kernels.arrange_expert` makes it of the file's."""
+        """The layout in which experts are computed with here; `kernels.Arrangement` makes it of the file's."""
 
     @abstractmethod
     def load(self, slot: torch.Tensor, fill: Callable[[memoryview], None], after: Fence) -> None:

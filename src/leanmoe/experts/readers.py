@@ -4,6 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 from leanmoe.errors import LeanError
@@ -14,6 +16,12 @@ class Ahead(NamedTuple):
 
     depth: int
     beside: bool
+
+
+class _Lane(IntEnum):
+    DEMAND = 0
+    AHEAD = 1
+    BACKGROUND = 2
 
 
 class Readers:
@@ -32,9 +40,7 @@ class Readers:
         self._demand: deque[Callable[[], object]] = deque()
         self._ahead: dict[Hashable, tuple[float, Callable[[], object]]] = {}
         self._background: deque[tuple[Future[bool], Callable[[], bool]]] = deque()
-        self._demand_running = 0
-        self._ahead_running = 0
-        self._background_running = 0
+        self._running = [0] * len(_Lane)
         self._allowed = Ahead(0, False)
         self._closed = False
         self._threads = [
@@ -102,59 +108,43 @@ class Readers:
             raise LeanError("the expert readers are closed")
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
+        finished = None
+        while found := self._next(finished):
+            finished, task = found
             task()
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next(self, finished: _Lane | None) -> tuple[_Lane, Callable[[], object]] | None:
+        """Notes that a task of lane `finished` has ended, and waits for another; None once closed."""
         with self._changed:
+            if finished is not None:
+                self._running[finished] -= 1
             while not self._closed:
-                if self._demand:
-                    self._demand_running += 1
-                    return self._counted(self._demand.popleft())
-                if task := self._next_without_demand():
-                    if self._ahead or self._background:
+                if found := self._choose():
+                    self._running[found[0]] += 1
+                    if found[0] is not _Lane.DEMAND and (self._ahead or self._background):
                         self._changed.notify()  # there may be room for another
-                    return task
+                    return found
                 self._changed.wait()
         return None
 
-    def _next_without_demand(self) -> Callable[[], object] | None:
-        if self._ahead_running + self._background_running >= max(1, self.count - 1):
+    def _choose(self) -> tuple[_Lane, Callable[[], object]] | None:
+        if self._demand:
+            return _Lane.DEMAND, self._demand.popleft()
+        ahead, demand = self._running[_Lane.AHEAD], self._running[_Lane.DEMAND]
+        if ahead + self._running[_Lane.BACKGROUND] >= max(1, self.count - 1):
             return None
         depth, beside = self._allowed
-        if self._ahead and self._ahead_running < depth and (beside or not self._demand_running):
-            self._ahead_running += 1
-            _, ahead = self._ahead.pop(min(self._ahead, key=lambda key: self._ahead[key][0]))
-            return lambda: self._run_ahead(ahead)
-        if self._background and not self._demand_running:
-            self._background_running += 1
-            future, task = self._background.popleft()
-            return lambda: self._run_background(future, task)
+        if self._ahead and ahead < depth and (beside or not demand):
+            _, task = self._ahead.pop(min(self._ahead, key=lambda key: self._ahead[key][0]))
+            return _Lane.AHEAD, task
+        if self._background and not demand:
+            return _Lane.BACKGROUND, partial(_settle, *self._background.popleft())
         return None
 
-    def _counted(self, task: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            try:
-                task()
-            finally:
-                with self._changed:
-                    self._demand_running -= 1
 
-        return run
-
-    def _run_ahead(self, task: Callable[[], object]) -> None:
-        try:
-            task()
-        finally:
-            with self._changed:
-                self._ahead_running -= 1
-
-    def _run_background(self, future: Future[bool], task: Callable[[], bool]) -> None:
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(task())
-        except Exception as error:
-            future.set_exception(error)
-        finally:
-            with self._changed:
-                self._background_running -= 1
+def _settle(future: Future[bool], task: Callable[[], bool]) -> None:
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(task())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,10 +1,7 @@
 """What the cache counted. All counts are exact and independent of the clock, except those of seconds."""
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
-from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +141,6 @@ class CacheStats:
             self.warm_bytes - earlier.warm_bytes,
             self.reading_seconds - earlier.reading_seconds,
         )
-
-
-class BusyClock:
-    """Seconds in which at least one of any number of threads was inside `busy`."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._inside = 0
-        self._since = 0.0
-        self._seconds = 0.0
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        with self._lock:
-            if not self._inside:
-                self._since = time.perf_counter()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._seconds += time.perf_counter() - self._since
-
-    @property
-    def seconds(self) -> float:
-        """Up to now."""
-        with self._lock:
-            return self._seconds + (time.perf_counter() - self._since if self._inside else 0.0)
 
 
 class AheadCounts:

@@ -2,8 +2,6 @@
 
 import errno
 import logging
-import os
-import stat
 import threading
 from pathlib import Path
 from typing import Literal
@@ -12,13 +10,11 @@ from blake3 import blake3
 
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import Key
-from leanmoe.experts.stats import BusyClock
+from leanmoe.kernels import Arrangement
+from leanmoe.kernels.files import FileReader, NotWhole, Stamp
 from leanmoe.pack import Pack
 
 Verify = Literal["first", "always", "never"]
-
-_Stamp = tuple[int, int, int]
-"""Device, inode and time of change: another one after any write to a file, or its replacement."""
 
 _log = logging.getLogger(__name__)
 # What file systems without O_DIRECT answer, at open or at the first read.
@@ -42,8 +38,8 @@ class ExpertStore:
         self._direct = direct
         self._lock = threading.Lock()
         self._sizes = {layer.layer: layer.layout.file_bytes for layer in pack.manifest.layers}
-        self._verified: dict[Key, _Stamp] = {}
-        self._clock = BusyClock()
+        self._verified: dict[Key, Stamp] = {}
+        self._files = FileReader()
 
     def size(self, layer: int) -> int:
         """Bytes of each expert file of `layer`: a multiple of 4096."""
@@ -52,53 +48,41 @@ class ExpertStore:
     @property
     def reading_seconds(self) -> float:
         """Time up to now in which at least one read was in flight."""
-        return self._clock.seconds
+        return self._files.seconds
 
-    def read_into(self, key: Key, buffer: memoryview) -> None:
+    def read_into(self, key: Key, buffer: memoryview, arrangement: Arrangement | None = None) -> None:
         """Fills `buffer`, which is page-aligned and exactly as long as the file, with the expert's bytes.
 
-        Raises `ExpertReadError`, naming the file, if it is missing, of another length, cannot be read, or
-        does not match its digest. What the buffer holds is then undefined.
+        They are in the file's order, or as `arrangement` makes them. Raises `ExpertReadError`, naming the file, if it
+        is missing, of another length, cannot be read, or does not match its digest. What the buffer holds is then
+        undefined.
         """
-        path = self.pack.expert_path(*key)
+        path, known = self.pack.expert_path(*key), self._verified.get(key)
+        # Digests are of the file's order: what is to be checked is rearranged afterwards.
+        trusted = self._verify == "never" or (self._verify == "first" and known is not None)
         try:
-            found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):
-                raise self._fault(path, "is not a regular file")
-            if found.st_size != len(buffer):
-                raise self._fault(path, f"has {found.st_size} bytes, not {len(buffer)}")
-            with self._clock.busy():
-                self._read(path, buffer)
+            stamp, arranged = self._read(path, buffer, arrangement if trusted else None, known)
+        except NotWhole as error:
+            raise self._fault(path, str(error)) from None
         except OSError as error:
             raise self._fault(path, f"cannot be read: {error.strerror}") from error
-        stamp = (found.st_dev, found.st_ino, found.st_ctime_ns)
-        if self._verify == "always" or (self._verify == "first" and self._verified.get(key) != stamp):
+        if self._verify == "always" or (self._verify == "first" and known != stamp):
             self._check_digest(key, path, buffer)
             self._verified[key] = stamp
+        if arrangement is not None and not arranged:
+            arrangement.apply(buffer)
 
-    def _read(self, path: Path, buffer: memoryview) -> None:
+    def _read(
+        self, path: Path, buffer: memoryview, arrangement: Arrangement | None, only: Stamp | None
+    ) -> tuple[Stamp, bool]:
         if self._direct:
             try:
-                return self._read_whole(path, buffer, direct=True)
+                return self._files.read(path, buffer, direct=True, arrangement=arrangement, only=only)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 self._give_up_direct(path, error)
-        return self._read_whole(path, buffer, direct=False)
-
-    def _read_whole(self, path: Path, buffer: memoryview, *, direct: bool) -> None:
-        fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        try:
-            done = 0
-            while done < len(buffer):
-                n = os.preadv(fd, [buffer[done:]], done)
-                if n == 0:
-                    raise self._fault(path, f"ended after {done} of {len(buffer)} bytes")
-                done += n
-        finally:
-            if not direct:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+        return self._files.read(path, buffer, direct=False, arrangement=arrangement, only=only)
 
     def _check_digest(self, key: Key, path: Path, buffer: memoryview) -> None:
         found, wanted = blake3(buffer).digest(), self.pack.expert_digest(*key)

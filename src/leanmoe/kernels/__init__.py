@@ -10,8 +10,8 @@ import torch
 from leanmoe.formats.quant_types import QuantType
 from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step, types
 from leanmoe.kernels.cpu import (
+    Arrangement,
     arrange,
-    arrange_expert,
     arranged,
     available_isas,
     best_layout,
@@ -30,6 +30,7 @@ from leanmoe.kernels.types import ExpertBatch, ResidentExperts, RoutingRule, Wei
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
+    "Arrangement",
     "ExpertBatch",
     "ResidentExperts",
     "Tape",
@@ -38,7 +39,6 @@ __all__ = [
     "addresses",
     "angles",
     "arrange",
-    "arrange_expert",
     "arranged",
     "aside",
     "available_isas",

@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 
+from typing_extensions import Buffer
+
 class Plan:
     def __init__(
         self, gate: Sequence[int], up: Sequence[int], down: Sequence[int], slot_bytes: int
@@ -37,6 +39,27 @@ class Plan:
 class Group:
     def __init__(self, matrices: Sequence[Sequence[int]]) -> None: ...
     def run(self, x: int, tokens: int, out: Sequence[int]) -> None: ...
+
+class Arrangement:
+    def __init__(self, matrices: Sequence[Sequence[int]], bytes: int) -> None: ...
+    def run(self, slot: Buffer) -> None: ...
+
+class FileReader:
+    def read(
+        self,
+        path: bytes,
+        buffer: Buffer,
+        direct: bool,
+        arrangement: Arrangement | None,
+        only: tuple[int, int, int] | None,
+    ) -> tuple[int, int, int, tuple[int, int, int], bool]: ...
+    def seconds(self) -> float: ...
+
+READ_WHOLE: int
+READ_FAILED: int
+READ_NOT_REGULAR: int
+READ_OTHER_SIZE: int
+READ_ENDED: int
 
 def linear(
     w: int, w_bytes: int, qtype: int, layout: int, rows: int, cols: int, x: int, tokens: int, out: int

@@ -174,7 +174,7 @@ def arrange(w: Weight, layout: str, *, alone: bool = False) -> Weight:
 
 
 def arranged(layout: ExpertLayout) -> ExpertLayout:
-    """The layout of an expert's bytes once `arrange_expert` has rearranged them."""
+    """The layout of an expert's bytes once an `Arrangement` has rearranged them."""
     check_layout(layout)
     sections = {
         name: replace(s, layout=best_layout(s.qtype, s.shape[0]) if len(s.shape) == 2 else CANONICAL)
@@ -183,13 +183,20 @@ def arranged(layout: ExpertLayout) -> ExpertLayout:
     return ExpertLayout(sections, layout.file_bytes)
 
 
-def arrange_expert(slot: memoryview, layout: ExpertLayout) -> None:
-    """Rearranges an expert's bytes, as its file has them, in place into `layout`, on the calling thread alone."""
-    others = [section for section in layout.sections.values() if section.layout != CANONICAL]
-    data = torch.frombuffer(slot, dtype=torch.uint8) if others else torch.empty(0, dtype=torch.uint8)
-    for section in others:
-        w = Weight(_section_bytes(data, section), section.qtype, (section.shape[0], section.shape[1]))
-        arrange(w, section.layout, alone=True)
+class Arrangement:
+    """What brings an expert's bytes from its file's order into `layout`."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        matrices = [
+            (s.offset, s.qtype.id, _LAYOUTS[s.layout], *s.shape)
+            for s in layout.sections.values()
+            if s.layout != CANONICAL
+        ]
+        self.native = _cpu.Arrangement(matrices, layout.file_bytes)
+
+    def apply(self, slot: memoryview) -> None:
+        """Rearranges an expert in place, on the calling thread alone. Raises `ValueError` for other bytes than its."""
+        self.native.run(slot)
 
 
 def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> torch.Tensor:
