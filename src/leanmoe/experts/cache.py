@@ -25,15 +25,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy.typing as npt
 
 from leanmoe.errors import LeanError
+from leanmoe.experts.acquire import Acquire, Shelf
 from leanmoe.experts.device import Device
 from leanmoe.experts.lease import Lease, Slot
 from leanmoe.experts.policy import LRU, Key, Phase, Policy
@@ -44,77 +44,12 @@ from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
 from leanmoe.kernels import Arrangement, ResidentExperts
 
+__all__ = ["Acquire", "ExpertCache"]
+
 # How often a starved acquire looks for leases that were dropped without being given back.
 _RECLAIM_SECONDS = 1.0
 # Guesses that nobody has used yet may hold one slot byte in this many.
 _GUESS_SHARE = 8
-
-
-class _Shelf:
-    """The slots of one size class, free ones apart, with the policy that rules them."""
-
-    def __init__(self, facts: SlotClass, slots: list[Slot], policy: Policy) -> None:
-        self.facts = facts
-        self.free = slots
-        self.policy = policy
-        self.starved: deque[Acquire] = deque()
-        # With a slot for every expert nothing is ever evicted: the policy need not look on.
-        self.roomy = facts.slots == facts.experts
-
-
-class Acquire(Iterator[list[Lease]]):
-    """Iterates over groups of ready leases; each expert asked for comes exactly once, in any order.
-
-    Resuming gives back the group before; so does `close`, leaving the `with` block, or dropping the iterator
-    (then at the cache's leisure). `next` raises `ExpertReadError` if one of the experts could not be read,
-    and `LeanError` if the cache was closed; the iterator is then exhausted and holds nothing.
-    """
-
-    __slots__ = (
-        "_cache",
-        "deferred",
-        "ended",
-        "error",
-        "held",
-        "layer",
-        "phase",
-        "reading",
-        "ready",
-        "shelf",
-    )
-
-    def __init__(self, cache: "ExpertCache", shelf: _Shelf, layer: int, phase: Phase) -> None:
-        self._cache = cache
-        self.shelf = shelf
-        self.layer = layer
-        self.phase = phase
-        self.deferred: deque[Key] = deque()  # not yet given a slot
-        self.reading: list[Slot] = []  # pinned, on their way
-        self.ready: list[Slot] = []  # pinned, to be handed out
-        self.held: Sequence[Slot] = ()  # pinned, handed out
-        self.error: Exception | None = None
-        self.ended = False  # holds nothing, and never will again
-
-    def __next__(self) -> list[Lease]:
-        return self._cache._next_group(self)
-
-    def close(self) -> None:
-        """Gives everything back and forgets what was not handed out; may be called again."""
-        if not self.ended:
-            self._cache._close_acquire(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # May run anywhere, even inside the cache's own locked code: only note it, without a lock.
-        if self.held or self.ready or self.reading:
-            self._cache._dropped.append(self)
 
 
 class ExpertCache:
@@ -140,7 +75,7 @@ class ExpertCache:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._shelves: dict[int, _Shelf] = {}
+        self._shelves: dict[int, Shelf] = {}
         self._experts = {layer.layer: layer.expert_count for layer in store.pack.manifest.layers}
         self.layouts = {layer.layer: device.layout(layer.layout) for layer in store.pack.manifest.layers}
         """Where gate, up and down lie inside a lease's `data`, and in what order their bytes are, by layer."""
@@ -157,7 +92,7 @@ class ExpertCache:
         for c in plan.classes:
             end = start + c.bytes
             slots = [Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
-            shelf = _Shelf(c, slots, policy(c))
+            shelf = Shelf(c, slots, policy(c))
             self._shelves |= dict.fromkeys(c.layers, shelf)
             start = end
 
@@ -350,7 +285,7 @@ class ExpertCache:
             slot.waiting.append(acquire)
             acquire.reading.append(slot)
 
-    def _claim(self, shelf: _Shelf, key: Key, phase: Phase) -> Slot | None:
+    def _claim(self, shelf: Shelf, key: Key, phase: Phase) -> Slot | None:
         """A slot for `key`, pinned for the reader; None if every slot is pinned."""
         if shelf.free:
             slot = shelf.free.pop()

@@ -8,7 +8,7 @@ from leanmoe.experts.device import Fence
 from leanmoe.experts.policy import Key
 
 if TYPE_CHECKING:
-    from leanmoe.experts.cache import Acquire
+    from leanmoe.experts.acquire import Acquire
 
 
 class Lease:

@@ -1,0 +1,83 @@
+"""One request for some experts of a layer, as its caller iterates over it, and the slots that it is served from.
+
+Both are plain state: what becomes of it, and when, is up to the `ExpertCache`, whose lock guards it.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from leanmoe.experts.lease import Lease, Slot
+from leanmoe.experts.policy import Key, Phase, Policy
+from leanmoe.experts.slots import SlotClass
+
+if TYPE_CHECKING:
+    from leanmoe.experts.cache import ExpertCache
+
+
+class Shelf:
+    """The slots of one size class, free ones apart, with the policy that rules them."""
+
+    def __init__(self, facts: SlotClass, slots: list[Slot], policy: Policy) -> None:
+        self.facts = facts
+        self.free = slots
+        self.policy = policy
+        self.starved: deque[Acquire] = deque()
+        # With a slot for every expert nothing is ever evicted: the policy need not look on.
+        self.roomy = facts.slots == facts.experts
+
+
+class Acquire(Iterator[list[Lease]]):
+    """Iterates over groups of ready leases; each expert asked for comes exactly once, in any order.
+
+    Resuming gives back the group before; so does `close`, leaving the `with` block, or dropping the iterator
+    (then at the cache's leisure). `next` raises `ExpertReadError` if one of the experts could not be read,
+    and `LeanError` if the cache was closed; the iterator is then exhausted and holds nothing.
+    """
+
+    __slots__ = (
+        "_cache",
+        "deferred",
+        "ended",
+        "error",
+        "held",
+        "layer",
+        "phase",
+        "reading",
+        "ready",
+        "shelf",
+    )
+
+    def __init__(self, cache: "ExpertCache", shelf: Shelf, layer: int, phase: Phase) -> None:
+        self._cache = cache
+        self.shelf = shelf
+        self.layer = layer
+        self.phase = phase
+        self.deferred: deque[Key] = deque()  # not yet given a slot
+        self.reading: list[Slot] = []  # pinned, on their way
+        self.ready: list[Slot] = []  # pinned, to be handed out
+        self.held: Sequence[Slot] = ()  # pinned, handed out
+        self.error: Exception | None = None
+        self.ended = False  # holds nothing, and never will again
+
+    def __next__(self) -> list[Lease]:
+        return self._cache._next_group(self)
+
+    def close(self) -> None:
+        """Gives everything back and forgets what was not handed out; may be called again."""
+        if not self.ended:
+            self._cache._close_acquire(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run anywhere, even inside the cache's own locked code: only note it, without a lock.
+        if self.held or self.ready or self.reading:
+            self._cache._dropped.append(self)
