@@ -1,12 +1,11 @@
 """`LLM`: a packed model, ready to answer. The public Python API."""
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -17,39 +16,22 @@ from typing import Any, Self, Unpack
 import numpy.typing as npt
 import torch
 
-from leanmoe import kernels
 from leanmoe.engine.answer import Answer, Completion, Stream
 from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
-from leanmoe.engine.learning import Learner, model_identity
-from leanmoe.engine.memory import (
-    default_budget,
-    machine_bytes,
-    peak_bytes,
-    resident_bytes,
-    return_large_blocks,
-)
-from leanmoe.engine.plan import MemoryPlan, plan_memory
+from leanmoe.engine.memory import peak_bytes
+from leanmoe.engine.opening import open_model, warm_start
 from leanmoe.engine.sampling import Sampler, SamplingOptions, sampling_params
 from leanmoe.engine.sequence import Sequence
-from leanmoe.engine.tuning import choice_for, find_tuned
-from leanmoe.errors import BudgetError, UnsupportedError, UsageError
-from leanmoe.experts.policy import Key, policy_named
-from leanmoe.experts.pool import ExpertPool, Observer, Placement
+from leanmoe.errors import UsageError
+from leanmoe.experts.policy import Key
+from leanmoe.experts.pool import Observer
 from leanmoe.experts.stats import CacheStats
 from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch, Survey
 from leanmoe.experts.trace import RoutingTrace
 from leanmoe.models.batch import Batch
-from leanmoe.models.decoder import Decoder
-from leanmoe.models.registry import model_spec
-from leanmoe.models.state import KV_TYPES
-from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers
-from leanmoe.pack import Pack, open_pack
-from leanmoe.text import ChatTemplate, Message, StopMatcher, file_template, file_tokenizer
+from leanmoe.text import ChatTemplate, Message, StopMatcher, file_template
 from leanmoe.units import format_bytes, parse_bytes
-
-_log = logging.getLogger(__name__)
 
 
 class _AnswerOptions(SamplingOptions, total=False):
@@ -127,49 +109,17 @@ class LLM:
             recording=recording,
             record_probabilities=record_probabilities,
         )
-        self.pack: Pack = open_pack(path)
-        self.spec = model_spec(self.pack.trunk)
-        self.tokenizer = file_tokenizer(self.pack.trunk, self.spec.vocab)
+        opened = open_model(path, config, observers)
+        self.pack, self.spec, self.tokenizer = opened.pack, opened.spec, opened.tokenizer
+        self.config, self.plan, self.decoder = opened.config, opened.plan, opened.decoder
+        self.warming = opened.warming
+        """The reads of the warm start that the pack's profile asked for; to wait for, if one wants to."""
+        self._opened, self._pool, self._learner = opened, opened.pool, opened.learner
+        self._sequence = opened.sequence
         self._template: ChatTemplate | None = None
-        available = config.memory or default_budget()
-        if available > (there := machine_bytes()):
-            _log.warning("a budget of %s: there are %s in all", format_bytes(available), format_bytes(there))
-        chosen = choice_for(find_tuned(self.pack.path), available)
-        self.config = replace(config.settled(chosen), memory=available, threads=config.threads or _cores())
-        assert self.config.threads is not None
-        kernels.set_num_threads(self.config.threads)
-        return_large_blocks()
-        self.plan: MemoryPlan = plan_memory(
-            self.spec,
-            self.pack.trunk,
-            self.pack.manifest,
-            self.config,
-            memory=available,
-            base=resident_bytes(),
-            vram=() if config.devices[0] == "cpu" else tuple(_vram(d, config.vram) for d in config.devices),
-        )
         self._closed, self._process = False, os.getpid()
         self._lock = Lock()
         self._answering: int | None = None
-        self._workers = Workers(self.config.threads if self.config.devices[0] == "cpu" else 1)
-        self._learner: Learner | None = None
-        self.warming: list[Future[bool]] = []
-        """The reads of the warm start that the pack's profile asked for; to wait for, if one wants to."""
-        if self.pack.manifest.layers:
-            self._learner = Learner(
-                self.pack, self.config.recording_bytes, probabilities=self.config.record_probabilities
-            )
-        if self._learner is not None and self.config.recording_bytes:
-            observers = (*observers, self._learner)
-        self._pool = self._open_pool(observers)
-        try:
-            self.decoder = self._load()
-            self._use_profile()
-            dtype = KV_TYPES[self.config.kv_type]
-            self._sequence = Sequence(self.decoder.new_state(self.plan.context, dtype))
-        except BaseException:
-            self.close()
-            raise
 
     def generate(self, prompt: str | SequenceOf[int], **options: Unpack[CompletionOptions]) -> Completion:
         """Continues `prompt` (text, or token ids taken as they are). Options as in `stream`."""
@@ -294,9 +244,7 @@ class LLM:
         Begun reads end by themselves; after the configured `warm` seconds no more are begun. They give way to
         everything else, so answers may be asked for at once. Each future is True if its expert was read.
         """
-        if self._pool is None or not self.config.warm:
-            return []
-        return self._pool.warm(hottest, self.config.warm)
+        return warm_start(self._pool, self.config, hottest)
 
     def load_all(self) -> int:
         """Reads experts until every slot has one, and returns how many were read."""
@@ -333,11 +281,7 @@ class LLM:
     def close(self) -> None:
         """Stops the readers, lets the memory go, and keeps what was learned. May be called twice."""
         first, self._closed = not self._closed, True
-        if self._pool is not None:
-            self._pool.close()
-        if hasattr(self, "decoder"):
-            self.decoder.close()
-        self._workers.close()
+        self._opened.close()
         if first and self.config.learn and self._learner is not None and self._process == os.getpid():
             self._learner.keep()
 
@@ -353,56 +297,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _open_pool(self, observers: SequenceOf[Observer]) -> ExpertPool | None:
-        placements = [
-            Placement(d.device, d.slots.slot_bytes, [n for n in d.layers if n in self.spec.moe_layers])
-            for d in self.plan.devices
-            if d.slots is not None
-        ]
-        config = self.config
-        assert config.readers is not None
-        assert config.policy is not None
-        assert config.prefetch is not None
-        if not placements:
-            if config.prefetch == "on" or config.policy != "auto":
-                raise UsageError(
-                    f"{self.pack.path}: a model without experts has no use for prefetch or policy"
-                )
-            return None
-        return ExpertPool.open(
-            self.pack,
-            placements,
-            readers=config.readers,
-            verify=config.verify,
-            policy=policy_named(config.policy),
-            prefetch=config.prefetch,
-            prefetch_level=config.prefetch_level,
-            predictor=config.predictor,
-            observers=observers,
-        )
-
-    def _load(self) -> Decoder:
-        where = [torch.device(d.device) for d in self.plan.devices for _ in d.layers]
-
-        def device_of(name: str) -> torch.device:
-            if name.startswith("blk."):
-                return where[int(name.split(".")[1])]
-            return where[0] if name == "token_embd.weight" else where[-1]
-
-        trunk = Trunk.load(self.pack.trunk, self.pack.trunk_digest, device_of)
-        decoder = Decoder(self.spec, trunk, self._pool, where, self._workers)
-        trunk.check_all_taken()
-        return decoder
-
-    def _use_profile(self) -> None:
-        """Warms the cache with the experts that were used most, and tells the predictor what followed what."""
-        if self._learner is None or self._pool is None:
-            return
-        profile = self._learner.open(model_identity(self.decoder, self.pack.manifest))
-        if profile is not None:
-            self._pool.seed(profile)
-            self.warming = self.warm_start(profile.hottest())
 
     def _checked(self, tokens: SequenceOf[int]) -> list[int]:
         try:
@@ -471,22 +365,3 @@ class LLM:
 
 def _bytes(size: str | int | None) -> int | None:
     return None if size is None else parse_bytes(size)
-
-
-def _vram(name: str, wanted: int | None) -> int:
-    """The bytes to use of a GPU. Raises `UnsupportedError` if torch sees no such GPU, `BudgetError` if it has less."""
-    if not torch.cuda.is_available() or torch.device(name).index not in (
-        None,
-        *range(torch.cuda.device_count()),
-    ):
-        raise UnsupportedError(
-            f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices"
-        )
-    free, _ = torch.cuda.mem_get_info(torch.device(name))
-    if wanted is not None and wanted > free:
-        raise BudgetError(f"{name} has {format_bytes(free)} free; the VRAM budget is {format_bytes(wanted)}")
-    return free * 9 // 10 if wanted is None else wanted
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
