@@ -25,8 +25,9 @@ from leanmoe.kernels.cpu import (
     set_isa,
     set_num_threads,
 )
-from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn
+from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn, working_in
 from leanmoe.kernels.types import ExpertBatch, ResidentExperts, RoutingRule, Weight
+from leanmoe.kernels.workspace import Workspace
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ResidentExperts",
     "Tape",
     "Weight",
+    "Workspace",
     "add",
     "addresses",
     "angles",
@@ -73,6 +75,7 @@ __all__ = [
     "turn",
     "turn_heads",
     "weighted_sum",
+    "working_in",
 ]
 
 

@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanmoe.kernels import _cpu
+from leanmoe.kernels.workspace import LARGE, Workspace
 
 _LINE = 64
 _SLAB_BYTES = 1 << 20
@@ -116,10 +117,26 @@ def recording() -> Tape | None:
 def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, lasting: bool = False) -> torch.Tensor:
     """Memory on the CPU for a kernel's result: on a tape that is recorded, good until the `turn` after the next.
 
-    `lasting` memory is good for as long as the tape.
+    `lasting` memory is good for as long as the tape. Within `working_in`, large results lie in the workspace.
     """
-    tape = recording()
-    return torch.empty(shape, dtype=dtype) if tape is None else tape._empty(shape, dtype, lasting)
+    if (tape := recording()) is not None:
+        return tape._empty(shape, dtype, lasting)
+    if (space := getattr(_current, "workspace", None)) is not None:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes >= LARGE:
+            return cast(torch.Tensor, space.take(shape, dtype, nbytes))
+    return torch.empty(shape, dtype=dtype)
+
+
+@contextmanager
+def working_in(workspace: Workspace) -> Iterator[None]:
+    """Within the block, large results of this thread's kernels lie in `workspace`, unless another thread has it."""
+    with workspace.used() as mine:
+        _current.workspace = mine
+        try:
+            yield
+        finally:
+            _current.workspace = None
 
 
 def turn() -> None:

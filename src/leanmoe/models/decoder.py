@@ -1,13 +1,14 @@
 """The decoder: embedding, layers of mixer and feed-forward, output head. The whole network in one page."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import add, aside, embed, empty, linear, recording, scaled, turn
+from leanmoe.kernels import Workspace, add, aside, embed, empty, linear, recording, scaled, turn, working_in
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
@@ -122,6 +123,7 @@ class Decoder:
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
         self.output = self.embedding if tied else trunk.weight("output.weight", spec.vocab, spec.hidden)
+        self._workspace = Workspace()
         self._steps = Steps(
             partial(self._through, cancelled=None), recorded=all(d.type == "cpu" for d in devices)
         )
@@ -173,15 +175,16 @@ class Decoder:
         if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.spec.vocab:
             raise ValueError(f"token ids must be 0 to {self.spec.vocab - 1}")
         try:
-            x = self._steps(batch) if cancelled is None else self._through(batch, cancelled)
+            with working_in(self._workspace) if len(batch.tokens) > 1 else nullcontext():
+                x = self._steps(batch) if cancelled is None else self._through(batch, cancelled)
+                x = x[batch.logit_rows.to(x.device)]  # a copy
         except BaseException:
             for s in batch.segments:
                 s.state.abandon(s.rows.stop - s.rows.start)
             raise
         for s in batch.segments:
             s.state.advance(s.rows.stop - s.rows.start)
-        wanted = self.norm(x[batch.logit_rows.to(x.device)])
-        logits = linear(self.output, wanted.to(self.output.data.device)).cpu()
+        logits = linear(self.output, self.norm(x).to(self.output.data.device)).cpu()
         cap, logits = self.spec.logit_cap, scaled(logits, self.spec.logit_scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
