@@ -27,7 +27,19 @@ template <class Vector> struct PlainAttend {
     static void put(V x, uint16_t* p) {
         for (int64_t i = 0; i < LANES; ++i) p[i] = float_to_half(x[i]);
     }
+    static void put(V x, float* p) { memcpy(p, &x, sizeof(V)); }
     static V all(float x) { return V{} + x; }
+    static V most(V a, V b) { return a > b ? a : b; }
+    // x * 2^n, where ROUND_MAGIC + n has the bits of `shifted`; n is -127 at the least, which gives 0.
+    static V times_power(V x, V shifted) {
+        for (int64_t i = 0; i < LANES; ++i) x[i] *= bits_float((float_bits(shifted[i]) + 127) << 23);
+        return x;
+    }
+    static float highest(V x) {
+        float high = x[0];
+        for (int64_t i = 1; i < LANES; ++i) high = x[i] > high ? x[i] : high;
+        return high;
+    }
     static V fma(V a, V b, V c) { return a * b + c; }
     static void prefetch(const void*) {}
     // out[n] = the sum of the lanes of acc[n]
@@ -43,7 +55,8 @@ template <class Vector> struct PlainAttend {
 constexpr int64_t ATTEND_BLOCK = 64;  // keys whose values stay in the first cache while all dimensions are gone through
 constexpr int64_t ATTEND_AHEAD = 4096;  // bytes: as far as the products look
 
-template <class E> inline const E* attend_rows(const uint8_t* cache, const AttendCall& c, int64_t head, int64_t key) {
+template <class E, class Call>
+inline const E* attend_rows(const uint8_t* cache, const Call& c, int64_t head, int64_t key) {
     return reinterpret_cast<const E*>(cache) + (head * c.capacity + key) * c.dim;
 }
 

@@ -1,7 +1,7 @@
 // The unit for AVX2 with FMA and F16C. Weights are unpacked 32 at a time into one register and multiplied with up
 // to WIDE tokens, so decoding and prefill run the same additions in the same order.
 #include "arrange.h"
-#include "attend.h"
+#include "attend_chunk.h"
 #include "delta.h"
 #include "encode.h"
 #include "x86.h"
@@ -354,7 +354,18 @@ struct AttendUnit {
     static LEAN_INLINE void put(V x, uint16_t* p) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
+    static LEAN_INLINE void put(V x, float* p) { _mm256_storeu_ps(p, x); }
     static LEAN_INLINE V all(float x) { return _mm256_set1_ps(x); }
+    static LEAN_INLINE V most(V a, V b) { return _mm256_max_ps(a, b); }
+    static LEAN_INLINE V times_power(V x, V shifted) {
+        const __m256i power = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
+        return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
+    }
+    static LEAN_INLINE float highest(V x) {
+        const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+    }
     static LEAN_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
     static LEAN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
     template <int N> static LEAN_INLINE void sums(const V (&acc)[N], float* out) {
@@ -386,6 +397,8 @@ constexpr KernelTable TABLE = {
     convolve,
     delta<DeltaVector, 4>,
     attend<AttendUnit>,
+    store_chunk<AttendUnit>,
+    attend_chunk<AttendUnit, arrange_strip>,
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 // The unit for AVX-512 with VNNI. Weights are unpacked into registers once and multiplied with up to eight tokens
 // (sixteen, where rows are interleaved), so decoding and prefill run the same additions in the same order.
-#include "attend.h"
+#include "attend_chunk.h"
 #include "delta.h"
 #include "encode.h"
 #include "rows16.h"
@@ -503,7 +503,14 @@ struct AttendUnit {
     static LEAN_INLINE void put(V x, uint16_t* p) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
+    static LEAN_INLINE void put(V x, float* p) { _mm512_storeu_ps(p, x); }
     static LEAN_INLINE V all(float x) { return _mm512_set1_ps(x); }
+    static LEAN_INLINE V most(V a, V b) { return _mm512_max_ps(a, b); }
+    static LEAN_INLINE V times_power(V x, V shifted) {
+        const __m512i power = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
+        return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(power, 23)));
+    }
+    static LEAN_INLINE float highest(V x) { return _mm512_reduce_max_ps(x); }
     static LEAN_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
     static LEAN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
     static LEAN_INLINE V pairs(V a, V b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
@@ -538,6 +545,8 @@ constexpr KernelTable TABLE = {
     convolve,
     delta<DeltaVector, 2>,
     attend<AttendUnit>,
+    store_chunk<AttendUnit>,
+    attend_chunk<AttendUnit, arrange_16x16>,
 };
 
 }  // namespace

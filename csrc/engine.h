@@ -101,6 +101,7 @@ public:
     void convolve(const ConvolutionCall& call);
     void delta_rule(const DeltaCall& call);
     void attend(const AttendCall& call);
+    void attend_chunk(const ChunkCall& call);
 
     // body(i) for each i in [0, count), on all threads.
     template <class F> void for_each(int64_t count, F&& body) {

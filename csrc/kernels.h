@@ -120,13 +120,38 @@ struct AttendCall {
     bool halves;
 };
 constexpr int64_t ATTEND_SPAN = 1024;     // keys of one task
-constexpr int64_t ATTEND_MOST_DIM = 512;  // and a multiple of ATTEND_DIM
+constexpr int64_t ATTEND_MOST_DIM = 576;  // and a multiple of ATTEND_DIM
 constexpr int64_t ATTEND_DIM = 16;
 
 // What the keys [begin, end) add, for each head that shares a key head: the sum of values by e^(score - most), then
 // the sum of those factors, then `most`, the largest score.
 constexpr int64_t attend_part(int64_t dim) { return dim + 16; }
 using AttendFn = void (*)(const AttendCall& call, int64_t kv_head, int64_t begin, int64_t end, float* parts);
+
+// The attention of consecutive tokens of a sequence to themselves and those before them.
+struct ChunkCall {
+    const float* q;          // [tokens][heads][dim]
+    const float *k, *v;      // [tokens][kv_heads][dim]
+    uint8_t *keys, *values;  // [kv_heads][capacity][dim] of halves or floats
+    const float* sinks;      // [heads]: scores of a key without a value; or null
+    float* out;              // [tokens][heads][dim]
+    int64_t tokens, heads, kv_heads, dim, capacity;
+    int64_t start;   // the position of the first token
+    int64_t window;  // keys that a token sees at most, its own included
+    float scale;
+    bool halves;
+};
+constexpr int64_t CHUNK_TILE = 6;   // rows (heads of tokens) that are multiplied at once
+constexpr int64_t CHUNK_KEYS = 64;  // of one block
+
+// The floats that a task of `rows` rows, whole tiles, works in.
+constexpr int64_t chunk_scratch(int64_t rows, int64_t dim) {
+    return 2 * CHUNK_KEYS * dim + rows * (2 * dim + CHUNK_KEYS + 20);
+}
+// Stores one token's keys and values in the cache.
+using StoreChunkFn = void (*)(const ChunkCall& call, int64_t token);
+// Rows [begin, end) of a key head, of which each token has heads / kv_heads.
+using AttendChunkFn = void (*)(const ChunkCall& call, int64_t kv_head, int64_t begin, int64_t end, float* scratch);
 
 struct KernelTable {
     const char* name;
@@ -140,6 +165,8 @@ struct KernelTable {
     ConvolveFn convolve;
     DeltaFn delta;
     AttendFn attend;
+    StoreChunkFn store_chunk;
+    AttendChunkFn attend_chunk;
 };
 
 const KernelTable& portable_table();

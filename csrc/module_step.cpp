@@ -124,13 +124,17 @@ void copy(uintptr_t from, uintptr_t to, int64_t outer, int64_t inner, int64_t wi
     each_row(outer * inner, width, [=](int64_t row) { copy_row(call, row); });
 }
 
+void require_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
+    require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "the key heads do not divide the heads");
+    require(dim > 0 && dim <= ATTEND_MOST_DIM && dim % ATTEND_DIM == 0, "heads of this size cannot be attended to");
+}
+
 // The cache lies at an address, and the token at a position, that are looked up when the call is made: a tape is run
 // for one token after the other, of one sequence after the other.
 void attend(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cache_at, uintptr_t position_at, uintptr_t sinks,
             uintptr_t out, int64_t heads, int64_t kv_heads, int64_t dim, int64_t capacity, int64_t window, float scale,
             bool halves) {
-    require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "the key heads do not divide the heads");
-    require(dim > 0 && dim <= ATTEND_MOST_DIM && dim % ATTEND_DIM == 0, "heads of this size cannot be attended to");
+    require_heads(heads, kv_heads, dim);
     require(window > 0, "a window holds at least one key");
     AttendCall call = {pointer<const float>(q), pointer<const float>(k), pointer<const float>(v), nullptr, nullptr,
                        pointer<const float>(sinks), pointer<float>(out), heads, kv_heads, dim, capacity, 0, 0, scale,
@@ -147,6 +151,21 @@ void attend(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t cache_at, uintptr_t
     });
 }
 
+void attend_chunk(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t keys, uintptr_t values, uintptr_t sinks,
+                  uintptr_t out, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim, int64_t capacity,
+                  int64_t start, int64_t window, float scale, bool halves) {
+    require(Tape::recording() == nullptr, "a tape takes one token at a time");
+    require(tokens > 0, "a chunk without tokens cannot be attended");
+    require_heads(heads, kv_heads, dim);
+    require(start >= 0 && tokens <= capacity && start <= capacity - tokens && window > 0,
+            "these keys are not in the cache");
+    const ChunkCall call = {pointer<const float>(q), pointer<const float>(k), pointer<const float>(v),
+                            pointer<uint8_t>(keys), pointer<uint8_t>(values), pointer<const float>(sinks),
+                            pointer<float>(out), tokens, heads, kv_heads, dim, capacity, start, window, scale, halves};
+    nb::gil_scoped_release released;
+    Engine::get().attend_chunk(call);
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m) {
@@ -156,6 +175,7 @@ void bind_step(nb::module_& m) {
     m.def("weighted_sum", &weighted_sum);
     m.def("largest", &largest);
     m.def("attend", &attend);
+    m.def("attend_chunk", &attend_chunk);
     m.def("add", &add);
     m.def("scale", &scale);
     m.def("sigmoid_gate", &sigmoid_gate);

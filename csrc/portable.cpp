@@ -1,6 +1,6 @@
 // The unit for any processor: blocks are unpacked to bytes once and multiplied with each token's.
 #include "arrange.h"
-#include "attend.h"
+#include "attend_chunk.h"
 #include "delta.h"
 #include "encode.h"
 #include "quantize.h"
@@ -123,6 +123,8 @@ constexpr KernelTable TABLE = {
     convolve,
     delta<DeltaVector, 4>,
     attend<AttendUnit>,
+    store_chunk<AttendUnit>,
+    attend_chunk<AttendUnit, arrange_strip>,
 };
 
 }  // namespace

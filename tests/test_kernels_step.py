@@ -8,7 +8,7 @@ import torch
 from kernel_fixtures import using
 from leanmoe import kernels
 from leanmoe.kernels import torch_step
-from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
+from leanmoe.kernels.attention import attend_next, attention, can_attend, joined
 
 
 def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_heads_that_one_call_cannot_take_go_another_way() -> None:
     cpu = torch.device("cpu")
-    assert can_attend_next(cpu, 32, 4, 128)
-    assert not can_attend_next(cpu, 32, 4, 72)
-    assert not can_attend_next(cpu, 32, 4, 528)
-    assert not can_attend_next(torch.device("cuda"), 32, 4, 128)
+    assert can_attend(cpu, 32, 4, 128)
+    assert not can_attend(cpu, 32, 4, 72)
+    assert not can_attend(cpu, 32, 4, 592)
+    assert not can_attend(torch.device("cuda"), 32, 4, 128)

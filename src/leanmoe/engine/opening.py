@@ -26,7 +26,6 @@ from leanmoe.models.registry import model_spec
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.state import KV_TYPES
 from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers
 from leanmoe.pack import Pack, open_pack
 from leanmoe.text import Tokenizer, file_tokenizer
 from leanmoe.units import format_bytes
@@ -52,14 +51,12 @@ class Opened:
     decoder: Decoder
     sequence: Sequence
     warming: list[Future[bool]]
-    workers: Workers
 
     def close(self) -> None:
         """Stops the threads and lets the slots go. May be called twice."""
         if self.pool is not None:
             self.pool.close()
         self.decoder.close()
-        self.workers.close()
 
 
 def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Observer] = ()) -> Opened:
@@ -71,25 +68,20 @@ def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Obs
     spec = model_spec(pack.trunk)
     tokenizer = file_tokenizer(pack.trunk, spec.vocab)
     config, plan = _planned(pack, spec, config)
-    assert config.threads is not None
     learner: Learner | None = None
     if pack.manifest.layers:
         learner = Learner(pack, config.recording_bytes, probabilities=config.record_probabilities)
         observers = (*observers, learner) if config.recording_bytes else observers
     with ExitStack() as undo:
-        workers = Workers(config.threads if config.devices[0] == "cpu" else 1)
-        undo.callback(workers.close)
         pool = _open_pool(pack, spec, plan, config, observers)
         if pool is not None:
             undo.callback(pool.close)
-        decoder = _load(pack, spec, plan, pool, workers)
+        decoder = _load(pack, spec, plan, pool)
         undo.callback(decoder.close)
         warming = _use_profile(pack, config, learner, pool, decoder)
         sequence = Sequence(decoder.new_state(plan.context, KV_TYPES[config.kv_type]))
         undo.pop_all()
-    return Opened(
-        pack, spec, tokenizer, config, plan, pool, learner, decoder, sequence, warming, workers=workers
-    )
+    return Opened(pack, spec, tokenizer, config, plan, pool, learner, decoder, sequence, warming)
 
 
 def warm_start(pool: ExpertPool | None, config: EngineConfig, hottest: Iterable[Key]) -> list[Future[bool]]:
@@ -142,9 +134,7 @@ def _open_pool(
     )
 
 
-def _load(
-    pack: Pack, spec: ModelSpec, plan: MemoryPlan, pool: ExpertPool | None, workers: Workers
-) -> Decoder:
+def _load(pack: Pack, spec: ModelSpec, plan: MemoryPlan, pool: ExpertPool | None) -> Decoder:
     """Reads the trunk, each layer to the device that the plan has for it."""
     where = [torch.device(d.device) for d in plan.devices for _ in d.layers]
 
@@ -154,7 +144,7 @@ def _load(
         return where[0] if name == "token_embd.weight" else where[-1]
 
     trunk = Trunk.load(pack.trunk, pack.trunk_digest, device_of)
-    decoder = Decoder(spec, trunk, pool, where, workers)
+    decoder = Decoder(spec, trunk, pool, where)
     trunk.check_all_taken()
     return decoder
 

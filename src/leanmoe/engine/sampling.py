@@ -10,7 +10,7 @@ import torch
 
 from leanmoe.errors import LeanError, UsageError
 from leanmoe.kernels import largest
-from leanmoe.models.workers import one_torch_thread
+from leanmoe.models.one_thread import one_torch_thread
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -146,6 +146,24 @@ def attend(
     scale: float,
     halves: bool,
 ) -> None: ...
+def attend_chunk(
+    q: int,
+    k: int,
+    v: int,
+    keys: int,
+    values: int,
+    sinks: int,
+    out: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    capacity: int,
+    start: int,
+    window: int,
+    scale: float,
+    halves: bool,
+) -> None: ...
 def add(x: int, y: int, out: int, rows: int, width: int, scale: float, every: bool) -> None: ...
 def scale(x: int, out: int, rows: int, width: int, factor: float) -> None: ...
 def sigmoid_gate(x: int, gate: int, out: int, rows: int, width: int, whole: bool) -> None: ...

@@ -28,8 +28,8 @@ def attention(
     return out[0], lse[0]
 
 
-def can_attend_next(device: torch.device, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether `attend_next` takes heads like these, on that device."""
+def can_attend(device: torch.device, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether `attend_next` and `attend_chunk` take heads like these, on that device."""
     return device.type == "cpu" and cpu_step.can_attend(heads, kv_heads, dim)
 
 
@@ -51,6 +51,29 @@ def attend_next(
     `sinks` [heads] as in `joined`. The scores are float32, and the bits do not depend on the number of threads.
     """
     cpu_step.attend_next(q, k, v, cache, position, scale, window, sinks, out)
+
+
+def attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Causal attention of consecutive tokens of a sequence, in one call; stores their keys and values first.
+
+    q, out [T, heads, D]; k, v [T, kv_heads, D]; cache [2, kv_heads, capacity, D], float16 or float32, holds the keys
+    and values of the `start` tokens before. If v is the very tensor k, values are the keys, and cache is [1, ...].
+    A token sees the last `window` keys, its own included, or all; `sinks` [heads] as in `joined`. Queries, scores and
+    sums are float32, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). A token's bits depend
+    neither on the number of threads nor on the other tokens of the call: a prompt may be cut anywhere. (`attend_next`
+    adds up in another order.)
+    """
+    cpu_step.attend_chunk(q, k, v, cache, start, scale, window, sinks, out)
 
 
 def plain_attention(

@@ -244,6 +244,8 @@ def check_gate(x: torch.Tensor, gate: torch.Tensor) -> None:
 
 
 def check_attend(
+    tokens: int,
+    kept: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -252,16 +254,17 @@ def check_attend(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """One token's q, out [1, heads, dim], k, v [1, kv_heads, dim], cache [2, kv_heads, capacity, dim] must fit."""
+    """q, out [tokens, heads, dim], k, v [tokens, kv_heads, dim] and cache [kept, kv_heads, capacity, dim] must fit."""
     if cache.dtype not in (torch.float16, torch.float32) or cache.dim() != 4 or not cache.is_contiguous():
         raise ValueError(
             f"the cache is {tuple(cache.shape)} {cache.dtype}; wanted 4 dimensions, float16 or 32"
         )
-    both, kv_heads, capacity, dim = cache.shape
+    found, kv_heads, capacity, dim = cache.shape
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         check_tensor(name, tensor, torch.float32, 3, cache.device)
-    good = both == 2 and 0 <= position < capacity and q.shape == out.shape and k.shape == v.shape
-    if not good or k.shape != (1, kv_heads, dim) or len(q) != 1 or q.shape[2] != dim:
+    good = found == kept and tokens > 0 and 0 <= position <= capacity - tokens and k.shape == v.shape
+    good = good and q.shape == out.shape == (tokens, q.shape[1], dim) and k.shape == (tokens, kv_heads, dim)
+    if not good:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and out {tuple(out.shape)} do not fit a "
             f"cache of {tuple(cache.shape)} at position {position}"

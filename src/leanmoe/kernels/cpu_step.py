@@ -165,7 +165,7 @@ def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def can_attend(heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether `attend_next` takes heads like these."""
+    """Whether `attend_next` and `attend_chunk` take heads like these."""
     return heads % kv_heads == 0 and dim % _cpu.ATTEND_DIM == 0 and dim <= _cpu.ATTEND_MOST_DIM
 
 
@@ -181,7 +181,7 @@ def attend_next(
     out: torch.Tensor,
 ) -> None:
     """As `kernels.attention.attend_next`. Raises `ValueError` for tensors that do not fit."""
-    check_attend(q, k, v, cache, position, sinks, out)
+    check_attend(1, 2, q, k, v, cache, position, sinks, out)
     _, kv_heads, capacity, dim = cache.shape
     if tape := recording():
         cache_at, position_at = tape.address_of(cache), tape.position_at
@@ -201,6 +201,41 @@ def attend_next(
         dim,
         capacity,
         window or capacity,
+        scale,
+        cache.dtype is torch.float16,
+    )
+
+
+def attend_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """As `kernels.attention.attend_chunk`. Raises `ValueError` for tensors that do not fit."""
+    check_attend(len(q), 1 if v is k else 2, q, k, v, cache, start, sinks, out)
+    both, kv_heads, capacity, dim = cache.shape
+    keys = cache.data_ptr()
+    _cpu.attend_chunk(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        keys,
+        keys + (both - 1) * kv_heads * capacity * dim * cache.element_size(),
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        len(q),
+        q.shape[1],
+        kv_heads,
+        dim,
+        capacity,
+        start,
+        capacity if window is None else window,
         scale,
         cache.dtype is torch.float16,
     )

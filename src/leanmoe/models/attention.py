@@ -1,31 +1,23 @@
 """Grouped-query attention over the KV caches of the sequences in a batch."""
 
-from functools import partial
-
 import torch
 
 from leanmoe.kernels import add, contiguous, empty, linear, linear_group, sigmoid_gate
-from leanmoe.kernels.attention import attend_next, attention, can_attend_next, joined
+from leanmoe.kernels.attention import attend_chunk, attend_next, attention, can_attend, joined
 from leanmoe.models.batch import Batch, Segment
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
 from leanmoe.models.spec import MASKED_KEYS, QUERY_BLOCK, AttentionSpec, ModelSpec
 from leanmoe.models.state import KVState
 from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers
-
-# Multiplications below which handing attention to other threads costs more than it gives.
-_PARALLEL_WORK = 1 << 22
 
 
 class Attention:
     """`out = W_o softmax(scale q k^T + causal mask) v` for one layer, over all of the past or a window of it."""
 
-    def __init__(
-        self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int, workers: Workers
-    ) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int) -> None:
         a, prefix = mixer, f"blk.{layer}."
-        self.spec, self.layer, self.workers = a, layer, workers
+        self.spec, self.layer = a, layer
         divisors = ("rope_freqs.weight", a.rope.rotary_dim // 2)
         self.rope = Rope(a.rope, trunk.vector_if_present(*divisors) if a.rope.divided else None)
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -39,7 +31,7 @@ class Attention:
         self.v_bias = trunk.vector_if_present(prefix + "attn_v.bias", kv_size)
         self.out_bias = trunk.vector_if_present(prefix + "attn_output.bias", spec.hidden)
         self.sinks = trunk.vector(prefix + "attn_sinks.weight", a.heads) if a.sinks else None
-        self.recordable = can_attend_next(self.out.data.device, a.heads, a.kv_heads, a.head_dim)
+        self.recordable = can_attend(self.out.data.device, a.heads, a.kv_heads, a.head_dim)
         if a.qk_norm is not None:
             whole = a.qk_norm == "full"
             self.q_norm = RMSNorm(
@@ -89,11 +81,12 @@ class Attention:
     ) -> None:
         """The tokens of one sequence: q, mixed [T, heads, D]; k, v [T, kv_heads, D]."""
         a, state = self.spec, s.state.kv(self.layer)
-        if len(q) == 1 and self.recordable:
-            attend_next(q, k, v, state.cache, s.start, a.scale, a.window, self.sinks, mixed)
+        if self.recordable:
+            attend = attend_next if len(q) == 1 else attend_chunk
+            attend(q, k, v, state.cache, s.start, a.scale, a.window, self.sinks, mixed)
         else:
             keys, values = state.extend(s.start, k, v)
-            _attend(q, keys, values, a, self.sinks, mixed, self.workers)
+            _attend(q, keys, values, a, self.sinks, mixed)
 
 
 def _attend(
@@ -103,41 +96,21 @@ def _attend(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
-    workers: Workers,
 ) -> None:
     """Causal attention of the last T positions. q, out [T, heads, D]; keys, values [kv_heads, S, D], S >= T.
 
-    Blocks of queries, and key heads, each with the query heads that share it, are divided between threads where
-    there is enough to do. How they are divided does not change the bits.
+    In torch's operations, for a GPU and for heads that the extension does not take.
     """
-    tokens, heads, dim = q.shape
-    kv_heads, total, _ = keys.shape
-    share = heads // kv_heads
+    tokens, total = len(q), keys.shape[1]
     q = q.to(keys.dtype)
 
-    def block(begin: int, part: slice, mask: torch.Tensor | None) -> None:
+    for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
-        wide = slice(part.start * share, part.stop * share)
-        queries = q[begin:end, wide].transpose(0, 1)
-        found = _over_parts(queries, keys[part], values[part], total - tokens + begin, spec, mask)
-        outs, sums = [part for part, _ in found], [lse for _, lse in found]
-        mixed, _ = joined(outs, sums, None if sinks is None else sinks[wide])
-        out[begin:end, wide].copy_(mixed.transpose(0, 1))
-
-    seen = total if spec.window is None else min(total, spec.window + tokens)
-    pieces = min(workers.count, kv_heads) if tokens * seen * heads * dim >= _PARALLEL_WORK else 1
-    parts = [slice(kv_heads * i // pieces, kv_heads * (i + 1) // pieces) for i in range(pieces)]
-    begins = range(0, tokens, QUERY_BLOCK)
-    masks = _window_masks(
-        [(min(QUERY_BLOCK, tokens - b), total - tokens + b) for b in begins], spec.window, q
-    )
-    workers.run(
-        [
-            partial(block, begin, part, mask)
-            for begin, mask in zip(begins, masks, strict=True)
-            for part in parts
-        ]
-    )
+        first = total - tokens + begin
+        mask = _window_mask(end - begin, first, spec.window, q)
+        found = _over_parts(q[begin:end].transpose(0, 1), keys, values, first, spec, mask)
+        mixed, _ = joined([part for part, _ in found], [lse for _, lse in found], sinks)
+        out[begin:end].copy_(mixed.transpose(0, 1))
 
 
 def _over_parts(
@@ -170,29 +143,18 @@ def _over_parts(
     return [stacked(slice(0, first)), own] if first else [own]
 
 
-def _window_masks(
-    blocks: list[tuple[int, int]], window: int | None, like: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """For each block of `n` queries from position `first` on, what is added to its scores; None where nothing is.
+def _window_mask(n: int, first: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    """What is added to the scores of `n` queries from position `first` on; None where nothing is.
 
     0 for the keys that a query sees, up to its own, -inf for the others; the last query ends the keys.
     """
-    made: dict[tuple[int, int], torch.Tensor] = {}
-    masks: list[torch.Tensor | None] = []
-    for n, first in blocks:
-        reach = _masked_reach(n, first, window)
-        if reach is None:
-            masks.append(None)
-            continue
-        size = n, min(first + n, n + reach - 1)
-        if size not in made:
-            own = size[1] - n
-            band = torch.ones(size, dtype=torch.bool, device=like.device).tril_(own).triu_(own - reach + 1)
-            made[size] = torch.zeros(size, dtype=like.dtype, device=like.device).masked_fill_(
-                ~band, -torch.inf
-            )
-        masks.append(made[size])
-    return masks
+    reach = _masked_reach(n, first, window)
+    if reach is None:
+        return None
+    size = n, min(first + n, n + reach - 1)
+    own = size[1] - n
+    band = torch.ones(size, dtype=torch.bool, device=like.device).tril_(own).triu_(own - reach + 1)
+    return torch.zeros(size, dtype=like.dtype, device=like.device).masked_fill_(~band, -torch.inf)
 
 
 def _masked_reach(n: int, first: int, window: int | None) -> int | None:

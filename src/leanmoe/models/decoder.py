@@ -16,12 +16,12 @@ from leanmoe.models.latent_attention import LatentAttention
 from leanmoe.models.lookahead import Gate, GateRecall, attach
 from leanmoe.models.moe import DenseBesideMoE, DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
+from leanmoe.models.one_thread import one_torch_thread
 from leanmoe.models.rope import RopeTables
 from leanmoe.models.spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, ModelSpec
 from leanmoe.models.state import LayerState, SequenceState
 from leanmoe.models.steps import Steps
 from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers, one_torch_thread
 
 
 class Cancelled(Exception):
@@ -44,7 +44,7 @@ class Mixer(Protocol):
         """x [N, hidden] -> [N, hidden]; takes the N tokens into the states of their sequences."""
 
 
-# Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, workers).
+# Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer).
 _MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
     DeltaNetSpec: DeltaNet,
@@ -58,13 +58,11 @@ class Layer:
     Some models norm what is added, and scale y as a whole.
     """
 
-    def __init__(
-        self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None, workers: Workers
-    ) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None) -> None:
         prefix, self.scale = f"blk.{index}.", spec.residual_scale
         self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
         mixer = spec.mixers[index]
-        self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index, workers)
+        self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index)
         self.norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
         self.ffn: FeedForward
         if index in spec.moe_layers:
@@ -113,11 +111,10 @@ class Decoder:
         trunk: Trunk,
         pool: ExpertPool | None,
         devices: list[torch.device],
-        workers: Workers,
     ) -> None:
         self.spec, self.devices = spec, devices
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
-        self.layers = [Layer(trunk, spec, i, pool, workers) for i in range(spec.layers)]
+        self.layers = [Layer(trunk, spec, i, pool) for i in range(spec.layers)]
         if pool is not None and pool.predicting:
             self._look_ahead(pool)
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)

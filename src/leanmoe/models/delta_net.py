@@ -13,7 +13,6 @@ from leanmoe.models.rope import RopeTables
 from leanmoe.models.spec import DeltaNetSpec, ModelSpec
 from leanmoe.models.state import RecurrentState
 from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers
 
 
 class DeltaNet:
@@ -21,9 +20,7 @@ class DeltaNet:
 
     recordable = False
 
-    def __init__(
-        self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int, workers: Workers
-    ) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int) -> None:
         m, prefix = mixer, f"blk.{layer}."
         self.spec, self.layer, self.eps = m, layer, spec.eps
         values = m.value_heads * m.value_dim

@@ -4,22 +4,17 @@ A head's key is `W_k c` for the latent c, and q . (W_k c) = (W_k^T q) . c. So W_
 was mixed, and one latent with one rotated key is all that a token leaves behind, whatever the number of heads.
 """
 
-from functools import partial
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from leanmoe.kernels import linear, linear_each
+from leanmoe.kernels.attention import attend_chunk, can_attend
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import Rope, RopeTables
 from leanmoe.models.spec import QUERY_BLOCK, LatentAttentionSpec, ModelSpec
 from leanmoe.models.state import LatentState
 from leanmoe.models.trunk import Trunk
-from leanmoe.models.workers import Workers
-
-# Heads that one task attends with. Fixed, so that the bits do not depend on the number of threads.
-_HEADS = 16
 
 
 class LatentAttention:
@@ -27,11 +22,9 @@ class LatentAttention:
 
     recordable = False
 
-    def __init__(
-        self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int, workers: Workers
-    ) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int) -> None:
         a, prefix = mixer, f"blk.{layer}.attn_"
-        self.spec, self.layer, self.workers = a, layer, workers
+        self.spec, self.layer = a, layer
         self.rope = Rope(a.rope)
         query = a.heads * (a.plain_dim + a.rope.rotary_dim)
         if a.query_latent:
@@ -45,6 +38,7 @@ class LatentAttention:
         self.to_latent = trunk.stacked(prefix + "k_b.weight", a.heads, a.latent, a.plain_dim)
         self.from_latent = trunk.stacked(prefix + "v_b.weight", a.heads, a.value_dim, a.latent)
         self.out = trunk.weight(prefix + "output.weight", spec.hidden, a.heads * a.value_dim)
+        self.at_once = can_attend(self.out.data.device, a.heads, 1, a.entry)
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> LatentState:
         """Room for the latents and rotated keys of `capacity` tokens of one sequence."""
@@ -59,8 +53,15 @@ class LatentAttention:
         queries = self._queries(x, turn)
         mixed = torch.empty_like(queries)
         for s in batch.segments:
-            known = s.state.latents(self.layer).extend(s.start, entries[s.rows])
-            _attend(queries[s.rows], known, a.scale, mixed[s.rows], self.workers)
+            # Entries are keys and values. The last numbers of a mix, those of the rotated keys, mean nothing; to
+            # compute them is simpler than values of another width than keys.
+            own, state = entries[s.rows, None], s.state.latents(self.layer)
+            if self.at_once:
+                attend_chunk(
+                    queries[s.rows], own, own, state.cache, s.start, a.scale, None, None, mixed[s.rows]
+                )
+            else:
+                _attend(queries[s.rows], state.extend(s.start, entries[s.rows]), a.scale, mixed[s.rows])
         values = linear_each(self.from_latent, mixed[..., : a.latent].contiguous())
         return linear(self.out, values.flatten(1))
 
@@ -75,37 +76,18 @@ class LatentAttention:
         )
 
 
-def _attend(
-    queries: torch.Tensor, known: torch.Tensor, scale: float, out: torch.Tensor, workers: Workers
-) -> None:
+def _attend(queries: torch.Tensor, known: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     """Causal attention of the last T positions. queries, out [T, heads, E]; known [S, E], S >= T.
 
-    The entries are the values too. The last numbers of a mix, those of the rotated keys, mean nothing; to have
-    them computed is cheaper than values of another width than keys.
+    In torch's operations, for a GPU and for entries that the extension does not take.
     """
-    tokens, heads, _ = queries.shape
-    total = len(known)
+    tokens, total = len(queries), len(known)
     queries = queries.to(known.dtype)
-
-    def one_token(part: slice) -> None:
-        # The only query sees every entry, so heads can stand as queries: no mask.
-        mixed = scaled_dot_product_attention(
-            queries[None, :, part], known[None, None], known[None, None], scale=scale
-        )
-        out[:, part].copy_(mixed[0])
-
-    def block(mask: torch.Tensor, begin: int, end: int, part: slice) -> None:
-        some = queries[begin:end, part].transpose(0, 1)[None]
-        seen = known[: mask.shape[1]].expand(1, some.shape[1], -1, -1)
-        mixed = scaled_dot_product_attention(some, seen, seen, attn_mask=mask, scale=scale)
-        out[begin:end, part].copy_(mixed[0].transpose(0, 1))
-
-    parts = [slice(begin, begin + _HEADS) for begin in range(0, heads, _HEADS)]
-    if tokens == 1:
-        workers.run([partial(one_token, part) for part in parts])
-        return
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
         seen = total - tokens + end
+        some = queries[begin:end].transpose(0, 1)[None]
+        keys = known[:seen].expand(1, some.shape[1], -1, -1)
         mask = torch.ones(end - begin, seen, dtype=torch.bool, device=out.device).tril(seen - (end - begin))
-        workers.run([partial(block, mask, begin, end, part) for part in parts])
+        mixed = scaled_dot_product_attention(some, keys, keys, attn_mask=mask, scale=scale)
+        out[begin:end].copy_(mixed[0].transpose(0, 1))

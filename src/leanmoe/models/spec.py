@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # a plan is made without torch, which the kernels import
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-# Queries attended at once by one thread, keys that they see under a mask, and keys whose scores are held at a time.
+# In torch: queries attended at once, keys that they see under a mask, and keys whose scores are held at a time.
 QUERY_BLOCK = 256
 MASKED_KEYS = 1024
 _SCORED_KEYS = 1024
@@ -90,6 +90,12 @@ class Metadata:
         return value.item() if hasattr(value, "item") else value
 
 
+def attended_bytes(dim: int) -> int:
+    """What one thread needs to attend to a chunk's heads of `dim` at most (`csrc/attend.cpp`, `csrc/kernels.h`)."""
+    rows = min(384, 384 * 128 // dim)
+    return 4 * (2 * 64 * dim + rows * (2 * dim + 84) + 16)
+
+
 @dataclass(frozen=True, slots=True)
 class YarnRange:
     """Which frequencies YaRN keeps: those that turn more than `fast` times in the original context.
@@ -161,16 +167,16 @@ class AttentionSpec:
         return context * 2 * self.kv_heads * self.head_dim * element_bytes
 
     def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
-        # Projections, rotated and rounded; results by part and joined; each thread's scores; masks for all.
+        # Projections, rotated and rounded; what the heads saw.
         queries = self.heads * (3 if self.gated else 1)
         projections = 12 * chunk * (queries + 2 * self.kv_heads) * self.head_dim
-        results = 16 * chunk * self.heads * self.head_dim
-        blocks = -(-chunk // QUERY_BLOCK)
-        scores = min(threads, blocks * self.kv_heads) * 12 * QUERY_BLOCK * _SCORED_KEYS
+        results = 4 * chunk * self.heads * self.head_dim
+        # In torch: results of a block by part and joined; scores; a mask.
         masks = 8 * QUERY_BLOCK * (MASKED_KEYS + QUERY_BLOCK + min(self.window or 0, context))
+        blocks = QUERY_BLOCK * (16 * self.heads * self.head_dim + 12 * _SCORED_KEYS)
         # A single token's: what each span of keys adds (`csrc/attend.cpp`).
         spans = 4 * self.heads * (self.head_dim + 16) * (context // _SCORED_KEYS + 2)
-        return projections + results + scores + masks + spans
+        return projections + results + max(blocks + masks, threads * attended_bytes(self.head_dim)) + spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +238,10 @@ class LatentAttentionSpec:
 
     def scratch_bytes(self, chunk: int, context: int, threads: int) -> int:
         head = self.plain_dim + self.rope.rotary_dim + self.value_dim + 4 * self.entry
-        # One mask serves all threads.
+        # In torch a mask; in the extension what each thread works in.
         mask = 2 * 4 * min(chunk, QUERY_BLOCK) * context
-        return 4 * chunk * (self.heads * head + 2 * self.query_latent + 3 * self.entry) + mask
+        attending = max(mask, threads * attended_bytes(self.entry))
+        return 4 * chunk * (self.heads * head + 2 * self.query_latent + 3 * self.entry) + attending
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,29 +98,32 @@ class RecurrentState:
 
 
 class LatentState:
-    """What latent attention keeps in one layer: an entry of `width` numbers for each token. Any prefix stands alone."""
+    """What latent attention keeps in one layer: an entry of `width` numbers for each token. Any prefix stands alone.
+
+    `cache` [1, 1, capacity, width] is that of one key head whose keys are its values.
+    """
 
     def __init__(self, width: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._cache = torch.empty((capacity, width), dtype=dtype, device=device)
+        self.cache = torch.empty((1, 1, capacity, width), dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._cache.nbytes
+        return self.cache.nbytes
 
     @property
     def memories(self) -> Sequence[torch.Tensor]:
-        return (self._cache,)
+        return (self.cache,)
 
     def extend(self, start: int, entries: torch.Tensor) -> torch.Tensor:
         """Stores entries [T, width] at positions start.. and returns all up to there, [start + T, width], a view."""
         end = start + len(entries)
-        self._cache[start:end].copy_(entries)
-        return self._cache[:end]
+        self.cache[0, 0, start:end].copy_(entries)
+        return self.cache[0, 0, :end]
 
     def copy(self, length: int) -> "LatentState":
-        capacity, width = self._cache.shape
-        other = LatentState(width, capacity, self._cache.dtype, self._cache.device)
-        other._cache[:length].copy_(self._cache[:length])
+        _, _, capacity, width = self.cache.shape
+        other = LatentState(width, capacity, self.cache.dtype, self.cache.device)
+        other.cache[:, :, :length].copy_(self.cache[:, :, :length])
         return other
 
 
