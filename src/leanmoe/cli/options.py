@@ -8,8 +8,8 @@ import typer
 
 from leanmoe.engine.config import DEFAULT_WARM_SECONDS, EngineConfig
 from leanmoe.experts.policy import POLICIES
-from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch
+from leanmoe.pack.digests import Verify
 from leanmoe.units import parse_bytes
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one machine-readable record instead.")]

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from leanmoe.errors import UsageError
 from leanmoe.experts.policy import policy_named
-from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import DEFAULT_LEVEL, Predictor, Prefetch
+from leanmoe.pack.digests import Verify
 from leanmoe.units import format_bytes
 
 PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")

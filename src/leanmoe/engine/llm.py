@@ -26,10 +26,10 @@ from leanmoe.errors import UsageError
 from leanmoe.experts.policy import Key
 from leanmoe.experts.pool import Observer
 from leanmoe.experts.stats import CacheStats
-from leanmoe.experts.store import Verify
 from leanmoe.experts.throttle import Predictor, Prefetch, Survey
 from leanmoe.experts.trace import RoutingTrace
 from leanmoe.models.batch import Batch
+from leanmoe.pack.digests import Verify
 from leanmoe.text import ChatTemplate, Message, StopMatcher, file_template
 from leanmoe.units import format_bytes, parse_bytes
 

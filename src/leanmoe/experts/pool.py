@@ -21,7 +21,7 @@ from leanmoe.experts.profile import RoutingProfile
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import SlotClass, SlotPlan, plan_slots
 from leanmoe.experts.stats import CacheStats
-from leanmoe.experts.store import ExpertStore, Verify
+from leanmoe.experts.store import ExpertStore
 from leanmoe.experts.throttle import (
     DEFAULT_LEVEL,
     Duel,
@@ -33,6 +33,7 @@ from leanmoe.experts.throttle import (
 )
 from leanmoe.kernels import ResidentExperts
 from leanmoe.pack import ExpertLayout, Manifest, Pack
+from leanmoe.pack.digests import Verify
 
 # Levels that are compared: of the higher ones every other would take as long to tell from its neighbour.
 _SURVEYED = (0, 1, 2, 3, 5, 8)

@@ -4,7 +4,6 @@ import errno
 import logging
 import threading
 from pathlib import Path
-from typing import Literal
 
 from blake3 import blake3
 
@@ -13,8 +12,7 @@ from leanmoe.experts.policy import Key
 from leanmoe.kernels import Arrangement
 from leanmoe.kernels.files import FileReader, NotWhole, Stamp
 from leanmoe.pack import Pack
-
-Verify = Literal["first", "always", "never"]
+from leanmoe.pack.digests import Verify
 
 _log = logging.getLogger(__name__)
 # What file systems without O_DIRECT answer, at open or at the first read.

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from leanmoe.errors import FormatError
 from leanmoe.formats.io import read_small_file
@@ -12,6 +13,9 @@ NAME = r"manifest\.json|trunk\.gguf|experts/[0-9]{3,4}/[0-9]{3,5}"
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME})")
 MANIFEST, TRUNK, EXPERTS, DIGESTS = "manifest.json", "trunk.gguf", "experts", "digests"
 MAX_DIGESTS_BYTES = 256 << 20
+
+Verify = Literal["first", "always", "never"]
+"""When an expert file's digest is checked: on its first read in a process, on each, or never."""
 
 
 def expert_name(layer: int, expert: int) -> str:
