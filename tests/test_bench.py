@@ -20,7 +20,7 @@ from leanmoe.bench.compare import prompt_text
 from leanmoe.bench.figures import draw_all
 from leanmoe.bench.machine import describe
 from leanmoe.bench.programs import Completion, Lean, LlamaBench, Setting, Task, Wheel, find_rival
-from leanmoe.bench.report import markdown, ratios
+from leanmoe.bench.report import commands, markdown, ratios
 from leanmoe.bench.turns import Plan, measure, median
 from leanmoe.errors import LeanError, UnsupportedError, UsageError
 from leanmoe.pack import pack_gguf
@@ -122,6 +122,14 @@ def test_without_a_limit_both_are_warm_and_a_rival_without_answers_is_not_asked_
     results = measure(plan, Lean(Path("p")), Wheel(Path("g")), run, lambda line: None)
     assert taken == [("lean", True), ("llama.cpp", True), ("lean", True)]
     assert "exit code 1" in ratios(results)
+
+
+def test_the_report_names_the_commands_that_were_run() -> None:
+    """With another one, what was measured cannot be measured again."""
+    programs = Lean(Path("p")), Wheel(Path("g"))
+    for limit, warm in ((None, True), (1 << 30, False)):
+        said = commands(Plan(TASK, {"here": limit}, (MMAP,), 1), programs)
+        assert ["--warm" in line for line in said] == [warm, warm]
 
 
 def test_a_run_cut_short_counts_with_what_it_finished_and_is_marked() -> None:

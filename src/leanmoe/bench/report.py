@@ -123,7 +123,7 @@ def write_report(
         *([] if disk is None else [_about_disk(disk, results)]),
         "## Commands",
         "```\n"
-        + "\n".join([shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), *_commands(plan, programs)])
+        + "\n".join([shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), *commands(plan, programs)])
         + "\n```",
     ]
     path = folder / "report.md"
@@ -188,10 +188,11 @@ def _about_disk(disk: DiskRate, results: Sequence[Record]) -> str:
     return "\n".join([lines[0], "", *lines[1:]])
 
 
-def _commands(plan: Plan, programs: Sequence[Program]) -> list[str]:
+def commands(plan: Plan, programs: Sequence[Program]) -> list[str]:
     """What is run at the first limit."""
     own, rival = programs
     limit = next(iter(plan.limits.values()))
-    commands = [own.command(plan.task, limit, None)]
-    commands += [rival.command(plan.task, limit, setting) for setting in plan.settings]
+    task = plan.task_at(limit)
+    commands = [own.command(task, limit, None)]
+    commands += [rival.command(task, limit, setting) for setting in plan.settings]
     return [shlex.join([Path(words[0]).name, *words[1:]]) for words in commands]

@@ -56,12 +56,16 @@ class Plan:
     settings: tuple[Setting, ...]
     runs: int
 
+    def task_at(self, limit: int | None) -> Task:
+        """Under a limit nothing is warmed up."""
+        return replace(self.task, warm=limit is None)
+
 
 def measure(plan: Plan, own: Program, rival: Program, run: Run, say: Callable[[str], None]) -> list[Record]:
     """Alternating runs at each limit; a record for each engine, setting and limit: medians, or why it failed."""
     results: list[Record] = []
     for name, limit in plan.limits.items():
-        task = replace(plan.task, warm=limit is None)
+        task = plan.task_at(limit)
         taken: dict[tuple[Program, Setting | None], list[Record | str]] = {(own, None): []}
         taken |= {(rival, setting): [] for setting in plan.settings}
         going = list(taken)
