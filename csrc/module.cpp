@@ -102,7 +102,7 @@ public:
             call.token = token.data();
             call.dest = dest.data();
             Engine::get().moe_ffn(plan_, call);
-            *hit += top_k;
+            __atomic_fetch_add(hit, top_k, __ATOMIC_RELAXED);  // others may run this too, without the lock
             *all = 1;
         });
     }

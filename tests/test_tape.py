@@ -1,9 +1,11 @@
 """A token's step from a tape: the same bits as without, whatever happens between two tokens."""
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -254,3 +256,55 @@ def test_a_tape_moves_from_sequence_to_sequence() -> None:
     other = torch.zeros(2, 2, 8, 16)
     kernels.attention.attend_next(q, k, v, other, 3, 1.0, None, None, want)
     assert torch.equal(out, want)
+
+
+def test_hits_are_counted_once_whoever_looks_and_when(packed: Callable[..., Path]) -> None:
+    """`lean serve` shows the counts while a token is computed, and some look after the model is closed."""
+    with LLM(packed("qwen3moe")) as llm:
+        llm.load_all()
+        before, stop = llm.stats, Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                assert llm.stats.total.hits >= before.total.hits
+
+        def run() -> None:
+            state = _state(llm, 512)
+            for token in range(400):
+                _next(llm, state, token % 280)
+
+        others, runs = [Thread(target=look) for _ in range(2)], [Thread(target=run) for _ in range(2)]
+        for thread in others + runs:
+            thread.start()
+        for thread in runs:
+            thread.join()
+        stop.set()
+        for thread in others:
+            thread.join()
+    spec = llm.spec
+    assert spec.router is not None
+    seen = llm.stats - before
+    assert seen.total.hits == 2 * 400 * spec.router.top_k * len(spec.moe_layers)
+
+
+def test_an_interrupted_step_lets_go_of_what_it_had_fetched(packed: Callable[..., Path]) -> None:
+    """Ctrl-C would else leave slots pinned, and the next prompt fewer to read into."""
+    path = packed("qwen3moe")
+    with LLM(path, cache=_floor(path)) as llm:
+        state, moe = _state(llm), llm.decoder.layers[0].moe
+        assert moe is not None
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        _next(llm, state, 5)
+        moe.look_ahead = interrupt  # which is called between fetching and computing
+        with suppress(KeyboardInterrupt):
+            _next(llm, state, 8)
+        moe.look_ahead = None
+        gc.collect()  # the frames that the error went through
+        everything = range(moe.router.spec.experts)
+        with moe.pool.acquire(moe.layer, everything) as groups:
+            assert sum(len(leases) for leases in groups) == len(everything)
+        (cache,) = moe.pool.caches
+        assert {slot.pins for slot in cache._resident.values()} == {0}

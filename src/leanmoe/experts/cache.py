@@ -89,6 +89,7 @@ class ExpertCache:
         if plan.fits and arena.is_cpu:
             layers = [layer for c in plan.classes for layer in c.layers]
             self._residents = {layer: ResidentExperts.none(self._experts[layer], arena) for layer in layers}
+        self._found = dict.fromkeys(self._residents, 0)  # hits of theirs that the counters have
         for c in plan.classes:
             end = start + c.bytes
             slots = [Slot(data) for data in reversed(arena[start:end].view(c.slots, c.size).unbind())]
@@ -206,9 +207,7 @@ class ExpertCache:
     @property
     def stats(self) -> CacheStats:
         with self._lock:
-            for layer, residents in self._residents.items():
-                self._counters.count(layer, int(residents.hits), 0, 0)
-                residents.hits.zero_()
+            self._count_residents()
             return self._counters.snapshot()
 
     def close(self) -> None:
@@ -221,10 +220,17 @@ class ExpertCache:
             self._resident.clear()
             for residents in self._residents.values():
                 residents.addresses.zero_()
+            self._count_residents()
             self._residents.clear()
             for shelf in self._shelves.values():
                 shelf.free.clear()
             self._changed.notify_all()
+
+    def _count_residents(self) -> None:
+        for layer, residents in self._residents.items():
+            found = int(residents.hits)  # kernels go on counting meanwhile
+            self._counters.count(layer, found - self._found[layer], 0, 0)
+            self._found[layer] = found
 
     # Everything below is called by `Acquire` and by reader threads.
 

@@ -270,7 +270,7 @@ def moe_token(
     if plan is None:
         return None
     check_token(ids, x, out, width)
-    if tape := recording():
+    if (tape := recording()) is not None:
         tape.keep(plan, experts)
     done = empty((1,), torch.int64, lasting=True)
     plan.run_resident(

@@ -146,7 +146,8 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous():
         return x
     if x.dtype != torch.float32 or not 0 < x.dim() <= 3 or x.stride(-1) != 1 or not x.numel():
-        return x.contiguous()  # which a tape refuses
+        assert recording() is None, "a copy by torch would be missing on the tape"
+        return x.contiguous()
     strides = (0, 0, *x.stride())[-3:]
     outer, inner, width = (1, 1, *x.shape)[-3:]
     out = empty(x.shape)
@@ -183,7 +184,7 @@ def attend_next(
     """As `kernels.attention.attend_next`. Raises `ValueError` for tensors that do not fit."""
     check_attend(1, 2, q, k, v, cache, position, sinks, out)
     _, kv_heads, capacity, dim = cache.shape
-    if tape := recording():
+    if (tape := recording()) is not None:
         cache_at, position_at = tape.address_of(cache), tape.position_at
     else:
         here = torch.cat((addresses([cache]), torch.tensor([position])))

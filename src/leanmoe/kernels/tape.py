@@ -45,8 +45,8 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block, what this thread calls runs as ever, and is recorded."""
-        self._resume()
         try:
+            self._resume()
             yield
         finally:
             self._pause()
@@ -99,8 +99,9 @@ class Tape:
             self._resume()
 
     def _pause(self) -> None:
-        self._native.stop()
+        # May come twice, if an interrupt came in between.
         _current.tape = None
+        self._native.stop()
 
     def _resume(self) -> None:
         self._native.record()
@@ -149,7 +150,7 @@ def aside(work: Callable[[Any], object], given: object = None, *, done: torch.Te
     `work` is called with `given`, or with what the tape's `run` was given. It leaves what it makes in memory. It is
     not called while `done` (int64, one number, on the CPU) is not 0.
     """
-    if tape := recording():
+    if (tape := recording()) is not None:
         tape._aside(work, given, done)
     elif done is None or not int(done):
         work(given)

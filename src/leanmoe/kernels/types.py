@@ -59,7 +59,7 @@ class ResidentExperts:
     """The experts of one layer that are in memory, where none ever leaves it.
 
     `addresses` (int64 [E], on the CPU) is 0 for an expert that has not come yet; they point into `memory`. `hits`
-    (int64 [1]) counts those that were found here.
+    (int64 [1]) counts those that were found here, from the beginning.
     """
 
     addresses: torch.Tensor

@@ -27,16 +27,20 @@ class Steps:
         if len(batch.tokens) != 1 or not self._recorded or not self._lock.acquire(blocking=False):
             return self._through(batch)
         try:
-            if self._step is not None and self._step.fits(batch):
-                return self._step.run(batch).clone()  # before another thread takes the tape
-            self._step = None  # its memory is free before the next one's is taken
+            step = self._step
+            if step is not None and step.fits(batch):
+                return step.run(batch).clone()  # before another thread takes the tape
+            self._step = step = None  # its memory is free before the next one's is taken
             self._step, x = _Step.record(self._through, batch)
             return x.clone()
+        except BaseException:
+            self._step = None  # which may hold experts that it had fetched and not yet computed
+            raise
         finally:
             self._lock.release()
 
     def forget(self) -> None:
-        """Lets go of the tape and what it keeps; another is recorded when it is wanted."""
+        """Lets go of the tape and what it keeps, in any thread; another is recorded when it is wanted."""
         self._step = None
 
 
