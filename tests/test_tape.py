@@ -303,8 +303,13 @@ def test_an_interrupted_step_lets_go_of_what_it_had_fetched(packed: Callable[...
             _next(llm, state, 8)
         moe.look_ahead = None
         gc.collect()  # the frames that the error went through
-        everything = range(moe.router.spec.experts)
-        with moe.pool.acquire(moe.layer, everything) as groups:
-            assert sum(len(leases) for leases in groups) == len(everything)
         (cache,) = moe.pool.caches
-        assert {slot.pins for slot in cache._resident.values()} == {0}
+
+        def all_free() -> bool:
+            with moe.pool.acquire(moe.layer, range(moe.router.spec.experts)) as groups:
+                for _ in groups:
+                    pass
+            return not any(slot.pins for slot in cache._resident.values())
+
+        # Its reads end first, in their own time; whoever asks next finds what it dropped.
+        assert any(all_free() for _ in range(100))

@@ -201,7 +201,7 @@ def attend_next(
         kv_heads,
         dim,
         capacity,
-        window or capacity,
+        capacity if window is None else window,
         scale,
         cache.dtype is torch.float16,
     )
