@@ -163,6 +163,30 @@ def test_experts_found_by_a_recorded_step_are_counted_as_hits(packed: Callable[.
         assert {each.hits for each in seen.layers.values()} == {len(TOKENS) * manifest.expert_used_count}
 
 
+def test_what_a_recorded_step_picks_is_learned(packed: Callable[..., Path]) -> None:
+    """`lean run` learns from every token, whether its experts are found or fetched."""
+
+    class Picks:
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, list[int]]] = []
+
+        def record(self, phase: object, layer: int, experts: Any, weights: Any, chances: Any) -> None:
+            self.seen.append((layer, experts.ravel().tolist()))
+
+    path, found = packed("qwen3moe"), []
+    for sizes in ({}, {"cache": _floor(path)}):
+        picks = Picks()
+        with LLM(path, observers=[picks], **sizes) as llm:
+            if not sizes:
+                llm.load_all()
+            state = _state(llm)
+            for token in TOKENS[:6]:
+                _next(llm, state, token)
+        found.append(picks.seen)
+    assert found[0] == found[1]
+    assert len(found[0]) == 6 * len(open_pack(path).manifest.layers)
+
+
 def test_after_close_a_recorded_step_ends_in_an_error(packed: Callable[..., Path]) -> None:
     """The slots are gone: their memory must not be read."""
     llm = LLM(packed("qwen3moe"))

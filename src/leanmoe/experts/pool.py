@@ -213,9 +213,9 @@ class ExpertPool:
     def residents(self, layer: int) -> ResidentExperts | None:
         """Where the experts of `layer` are, for kernels that look for themselves; see `ExpertCache.residents`.
 
-        None too where a routing is told to somebody.
+        None too where what is acquired is told to a predictor.
         """
-        return None if self.observing or self.predicting else self._cache_of[layer].residents(layer)
+        return None if self.predicting else self._cache_of[layer].residents(layer)
 
     def preload(self, keys: Iterable[Key]) -> list[Future[bool]]:
         """Reads experts into free slots in the background, in this order; see `ExpertCache.preload`."""

@@ -89,6 +89,8 @@ class MoE:
         n, k = routing.ids.shape
         outputs = empty((n * k, x.shape[1])) if x.is_cpu else torch.empty(n * k, x.shape[1], device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
+        if self.pool.observing:
+            aside(visit.tell)
         done = self._compute_resident(routing.ids, x, outputs)
         aside(visit.fetch, done=done)
         # Reads are on their way from here on: the shared expert is computed meanwhile.
@@ -130,12 +132,15 @@ class _Visit:
         self._rows: dict[int, list[int]] = {}
         self._groups: Acquire | None = None
 
+    def tell(self, _: object) -> None:
+        """Tells the routing to those who want to know."""
+        moe, told = self._moe, (each.cpu().numpy() for each in self._routing)
+        moe.pool.observe(moe.layer, self._phase, *told)
+
     def fetch(self, _: object) -> None:
         """Pins what is resident, and queues reads of the rest."""
-        moe, phase, (ids, weights, chances) = self._moe, self._phase, self._routing
-        self._rows = _rows_by_expert(ids)
-        if moe.pool.observing:
-            moe.pool.observe(moe.layer, phase, *(t.cpu().numpy() for t in (ids, weights, chances)))
+        moe, phase = self._moe, self._phase
+        self._rows = _rows_by_expert(self._routing.ids)
         experts = list(self._rows)
         self._groups = moe.pool.acquire(moe.layer, experts, phase)
         if moe.look_ahead is not None:
