@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <stdexcept>
 
@@ -207,26 +209,41 @@ bool multiplies(int32_t qtype, int32_t layout) {
     return Engine::get().multiplies(qtype, static_cast<Layout>(layout));
 }
 
-void convolve(uintptr_t recent, uintptr_t x, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t channels,
+// The inputs before the first token, and the memories below, lie at an address that is looked up when the call is made;
+// see `attend`.
+void convolve(uintptr_t recent_at, uintptr_t x, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t channels,
               int64_t taps) {
-    if (tokens < 1 || channels < 1 || taps < 1) throw std::invalid_argument("these are not the sizes of a convolution");
-    const ConvolutionCall call = {pointer<const float>(recent), pointer<const float>(x), pointer<const float>(weight),
-                                  pointer<float>(out),          tokens,                  channels, taps};
-    refuse_tape("a convolution");
-    nb::gil_scoped_release released;
-    Engine::get().convolve(call);
+    if (tokens < 1 || channels < 1 || taps < 2) throw std::invalid_argument("these are not the sizes of a convolution");
+    ConvolutionCall call = {nullptr, pointer<const float>(x), pointer<const float>(weight), pointer<float>(out),
+                            tokens,  channels,                taps};
+    const auto* address = pointer<const int64_t>(recent_at);
+    perform([=]() mutable {
+        auto* recent = pointer<float>(static_cast<uintptr_t>(*address));
+        call.recent = recent;
+        Engine::get().convolve(call);
+        const int64_t kept = std::max<int64_t>(0, taps - 1 - tokens);  // of what was there
+        std::copy_n(recent + (taps - 1 - kept) * channels, kept * channels, recent);
+        std::copy_n(call.x + (tokens - (taps - 1 - kept)) * channels, (taps - 1 - kept) * channels,
+                    recent + kept * channels);
+    });
 }
 
-void delta_rule(uintptr_t memory, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t beta, uintptr_t keep, uintptr_t out,
-                int64_t tokens, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim, bool grouped) {
+void delta_rule(uintptr_t memory_at, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t beta, uintptr_t decay,
+                uintptr_t out, int64_t tokens, int64_t key_heads, int64_t heads, int64_t key_dim, int64_t value_dim,
+                bool grouped) {
     if (tokens < 1 || key_heads < 1 || heads < 1 || heads % key_heads != 0 || key_dim < 1 || value_dim < 1)
         throw std::invalid_argument("these are not the sizes of a delta net");
-    const DeltaCall call = {pointer<float>(memory), pointer<const float>(q),    pointer<const float>(k),
-                            pointer<const float>(v), pointer<const float>(beta), pointer<const float>(keep),
-                            pointer<float>(out),     tokens,  key_heads, heads, key_dim, value_dim, grouped};
-    refuse_tape("a delta net");
-    nb::gil_scoped_release released;
-    Engine::get().delta_rule(call);
+    DeltaCall call = {nullptr, pointer<const float>(q), pointer<const float>(k), pointer<const float>(v),
+                      pointer<const float>(beta), nullptr, pointer<float>(out), tokens, key_heads, heads, key_dim,
+                      value_dim, grouped};
+    const auto* address = pointer<const int64_t>(memory_at);
+    const auto* decays = pointer<const float>(decay);
+    perform([=, keep = std::vector<float>(static_cast<size_t>(tokens * heads))]() mutable {
+        for (size_t i = 0; i < keep.size(); ++i) keep[i] = std::exp(decays[i]);
+        call.memory = pointer<float>(static_cast<uintptr_t>(*address));
+        call.keep = keep.data();
+        Engine::get().delta_rule(call);
+    });
 }
 
 std::vector<std::string> available_isas() {

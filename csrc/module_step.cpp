@@ -118,10 +118,25 @@ void angles(uintptr_t frequencies, uintptr_t positions, uintptr_t cos, uintptr_t
 }
 
 void copy(uintptr_t from, uintptr_t to, int64_t outer, int64_t inner, int64_t width, int64_t outer_stride,
-          int64_t inner_stride) {
+          int64_t inner_stride, int64_t to_outer_stride, int64_t to_inner_stride) {
     require(outer >= 0 && inner > 0 && width > 0, "these are not the sizes of a copy");
-    const CopyCall call = {pointer<const float>(from), pointer<float>(to), inner, width, outer_stride, inner_stride};
+    const CopyCall call = {pointer<const float>(from), pointer<float>(to), inner, width, outer_stride, inner_stride,
+                           to_outer_stride, to_inner_stride};
     each_row(outer * inner, width, [=](int64_t row) { copy_row(call, row); });
+}
+
+void decays(uintptr_t beta, uintptr_t alpha, uintptr_t step, uintptr_t rate, uintptr_t share, uintptr_t decay,
+            int64_t tokens, int64_t heads) {
+    require(tokens >= 0 && heads > 0, "these are not the sizes of a delta net");
+    const DecayCall call = {pointer<const float>(beta), pointer<const float>(alpha), pointer<const float>(step),
+                            pointer<const float>(rate), pointer<float>(share), pointer<float>(decay), heads};
+    each_row(tokens, 8 * heads, [=](int64_t token) { decay_row(call, token); });
+}
+
+void unit(uintptr_t x, uintptr_t out, int64_t rows, int64_t width, float eps, float scale) {
+    require(rows >= 0 && width > 0, "these are not the sizes of vectors");
+    const UnitCall call = {pointer<const float>(x), pointer<float>(out), width, eps, scale};
+    each_row(rows, width, [=](int64_t row) { unit_row(call, row); });
 }
 
 void require_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
@@ -182,6 +197,8 @@ void bind_step(nb::module_& m) {
     m.def("glu", &glu);
     m.def("angles", &angles);
     m.def("copy", &copy);
+    m.def("decays", &decays);
+    m.def("unit", &unit);
     nb::class_<Tape>(m, "Tape")
         .def(nb::init<>())
         .def("record", [](Tape& tape) {

@@ -199,6 +199,27 @@ void gate_row(const GateCall& c, int64_t row) {
     }
 }
 
+void decay_row(const DecayCall& c, int64_t token) {
+    for (int64_t h = 0; h < c.heads; ++h) {
+        const int64_t i = token * c.heads + h;
+        const float x = c.alpha[i] + c.step[h];
+        c.share[i] = 1.0f / (1.0f + std::exp(-c.beta[i]));
+        c.decay[i] = c.rate[h] * (x > 20.0f ? x : std::log1p(std::exp(x)));
+    }
+}
+
+void unit_row(const UnitCall& c, int64_t row) {
+    const float* x = c.x + row * c.width;
+    float part[LANES] = {}, sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= c.width; i += LANES)
+        for (int64_t l = 0; l < LANES; ++l) part[l] += x[i + l] * x[i + l];
+    for (; i < c.width; ++i) sum += x[i] * x[i];
+    for (float p : part) sum += p;
+    const float factor = c.scale / std::sqrt(sum + c.eps);
+    for (i = 0; i < c.width; ++i) c.out[row * c.width + i] = x[i] * factor;
+}
+
 void angle_row(const AngleCall& c, int64_t token) {
     const auto position = static_cast<double>(c.positions[token]);
     for (int64_t i = 0; i < c.half; ++i) {
@@ -210,7 +231,7 @@ void angle_row(const AngleCall& c, int64_t token) {
 
 void copy_row(const CopyCall& c, int64_t row) {
     std::copy_n(c.from + row / c.inner * c.outer_stride + row % c.inner * c.inner_stride, c.width,
-                c.to + row * c.width);
+                c.to + row / c.inner * c.to_outer_stride + row % c.inner * c.to_inner_stride);
 }
 
 }  // namespace lean

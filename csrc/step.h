@@ -78,6 +78,25 @@ struct GateCall {
 };
 void gate_row(const GateCall& call, int64_t row);
 
+// What a gated delta net makes of each head's two numbers: the share that is written anew, sigmoid(beta), and the
+// logarithm of what stays, rate * softplus(alpha + step).
+struct DecayCall {
+    const float *beta, *alpha;  // [tokens][heads]
+    const float *step, *rate;   // [heads]
+    float *share, *decay;       // [tokens][heads]
+    int64_t heads;
+};
+void decay_row(const DecayCall& call, int64_t token);
+
+// out = x * scale / sqrt(sum(x^2) + eps)
+struct UnitCall {
+    const float* x;  // [rows][width]
+    float* out;
+    int64_t width;
+    float eps, scale;
+};
+void unit_row(const UnitCall& call, int64_t row);
+
 // cos and sin of position * frequency, times the magnitude, for every pair of dimensions.
 struct AngleCall {
     const double* frequencies;  // [half]
@@ -88,12 +107,13 @@ struct AngleCall {
 };
 void angle_row(const AngleCall& call, int64_t token);
 
-// Rows of a tensor of three dimensions, one after the other.
+// Rows of a tensor of three dimensions, to those of another.
 struct CopyCall {
     const float* from;
-    float* to;  // [outer][inner][width]
+    float* to;
     int64_t inner, width;
-    int64_t outer_stride, inner_stride;  // of `from`, in numbers
+    int64_t outer_stride, inner_stride;        // of `from`, in numbers
+    int64_t to_outer_stride, to_inner_stride;  // of `to`
 };
 void copy_row(const CopyCall& call, int64_t row);
 

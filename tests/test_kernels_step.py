@@ -87,6 +87,32 @@ def test_sums_that_do_not_fit_are_refused() -> None:
             call()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 2000])
+def test_what_a_delta_net_needs_is_what_torch_says_however_many_tokens(tokens: int) -> None:
+    beta, alpha = _noise(tokens, 32) * 5, _noise(tokens, 32, seed=1) * 30
+    step, rate, x = _noise(32, seed=2), -_noise(32, seed=3).exp(), _noise(tokens, 4, 100, seed=4)
+    one = slice(tokens - 1, tokens)
+    share, decay = kernels.decays(beta, alpha, step, rate)
+    torch.testing.assert_close(share, beta.sigmoid(), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(decay, rate * torch.nn.functional.softplus(alpha + step), rtol=2e-6, atol=1e-7)
+    alone = kernels.decays(beta[one], alpha[one], step, rate)
+    assert torch.equal(share[one], alone[0])
+    assert torch.equal(decay[one], alone[1])
+    long = kernels.unit(x, 1e-6, 0.3)
+    torch.testing.assert_close(long, 0.3 * x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+    assert torch.equal(long[one], kernels.unit(x[one], 1e-6, 0.3))
+
+
+def test_parts_of_rows_stand_beside_each_other() -> None:
+    whole = _noise(7, 3, 40)
+    parts = whole.split([8, 20, 12], dim=-1)
+    wanted = torch.cat([part.flatten(1) for part in parts], dim=-1)
+    assert torch.equal(kernels.columns(parts), wanted)
+    assert torch.equal(kernels.columns(parts[1:2]), parts[1].flatten(1))
+    with pytest.raises(ValueError, match="beside"):
+        kernels.columns([parts[0], parts[1][:5]])
+
+
 def test_angles_are_exact_far_into_a_text() -> None:
     """A float's position is off by whole turns at a million tokens."""
     positions = torch.tensor([0, 1, 77, 32_000, 1_000_003])

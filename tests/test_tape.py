@@ -24,6 +24,7 @@ FAMILIES = [
     "qwen3moe",
     "qwen2moe",
     "qwen35moe",
+    "qwen3next",
     "gpt-oss",
     "glm4moe",
     "deepseek2",

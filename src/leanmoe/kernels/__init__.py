@@ -45,8 +45,10 @@ __all__ = [
     "aside",
     "available_isas",
     "best_layout",
+    "columns",
     "compiled_isas",
     "contiguous",
+    "decays",
     "delta_rule",
     "dequantize",
     "embed",
@@ -74,6 +76,7 @@ __all__ = [
     "sigmoid_gate",
     "turn",
     "turn_heads",
+    "unit",
     "weighted_sum",
     "working_in",
 ]
@@ -256,3 +259,26 @@ def angles(
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """x itself if its numbers lie one after the other, else a copy of which they do."""
     return cpu_step.contiguous(x) if x.is_cpu else x.contiguous()
+
+
+def columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of parts [N, heads, D] (each with its own heads and D) beside each other: [N, sum of heads * D]."""
+    if parts[0].is_cpu:
+        return cpu_step.columns(parts)
+    return torch.cat([part.flatten(1) for part in parts], dim=-1)
+
+
+def decays(
+    beta: torch.Tensor, alpha: torch.Tensor, step: torch.Tensor, rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `delta_rule` takes: sigmoid(beta) and rate * softplus(alpha + step); beta, alpha [N, H], step, rate [H]."""
+    if beta.is_cpu:
+        return cpu_step.decays(beta, alpha, step, rate)
+    return beta.sigmoid(), torch.nn.functional.softplus(alpha + step).mul_(rate)
+
+
+def unit(x: torch.Tensor, eps: float, scale: float = 1.0) -> torch.Tensor:
+    """`x * scale / sqrt(sum(x^2) + eps)` over the last dimension."""
+    if x.is_cpu:
+        return cpu_step.unit(x, eps, scale)
+    return x * x.square().sum(-1, keepdim=True).add_(eps).rsqrt_().mul_(scale)

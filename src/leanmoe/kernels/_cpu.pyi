@@ -82,14 +82,16 @@ def dequantize(w: int, qtype: int, rows: int, cols: int, out: int) -> None: ...
 def embed(w: int, qtype: int, layout: int, rows: int, cols: int, ids: int, count: int, out: int) -> None: ...
 def encode(x: int, qtype: int, rows: int, cols: int, out: int) -> bool: ...
 def encoded_types() -> list[int]: ...
-def convolve(recent: int, x: int, weight: int, out: int, tokens: int, channels: int, taps: int) -> None: ...
+def convolve(
+    recent_at: int, x: int, weight: int, out: int, tokens: int, channels: int, taps: int
+) -> None: ...
 def delta_rule(
-    memory: int,
+    memory_at: int,
     q: int,
     k: int,
     v: int,
     beta: int,
-    keep: int,
+    decay: int,
     out: int,
     tokens: int,
     key_heads: int,
@@ -174,8 +176,20 @@ def angles(
     frequencies: int, positions: int, cos: int, sin: int, tokens: int, half: int, magnitude: float
 ) -> None: ...
 def copy(
-    source: int, to: int, outer: int, inner: int, width: int, outer_stride: int, inner_stride: int
+    source: int,
+    to: int,
+    outer: int,
+    inner: int,
+    width: int,
+    outer_stride: int,
+    inner_stride: int,
+    to_outer_stride: int,
+    to_inner_stride: int,
 ) -> None: ...
+def decays(
+    beta: int, alpha: int, step: int, rate: int, share: int, decay: int, tokens: int, heads: int
+) -> None: ...
+def unit(x: int, out: int, rows: int, width: int, eps: float, scale: float) -> None: ...
 
 class Tape:
     def __init__(self) -> None: ...

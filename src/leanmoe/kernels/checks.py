@@ -170,6 +170,25 @@ def check_delta(
             raise ValueError(f"{name} is {tuple(tensor.shape)}; beside the others {shape} was wanted")
 
 
+def check_decays(beta: torch.Tensor, alpha: torch.Tensor, step: torch.Tensor, rate: torch.Tensor) -> None:
+    """beta, alpha [N, heads] and step, rate [heads] must fit each other."""
+    check_tensor("beta", beta, torch.float32, 2, beta.device)
+    wanted = {"alpha": (alpha, beta.shape), "step": (step, beta.shape[1:]), "rate": (rate, beta.shape[1:])}
+    for name, (tensor, shape) in wanted.items():
+        check_tensor(name, tensor, torch.float32, len(shape), beta.device)
+        if tensor.shape != shape:
+            raise ValueError(f"{name} {tuple(tensor.shape)} does not fit beta {tuple(beta.shape)}")
+
+
+def check_columns(part: torch.Tensor, first: torch.Tensor) -> int:
+    """A part [N, heads, D] of rows of as many tokens as `first` has. Returns the numbers of one row."""
+    if part.dtype != torch.float32 or part.dim() != 3 or part.stride(-1) != 1 or len(part) != len(first):
+        raise ValueError(
+            f"{tuple(part.shape)} {part.dtype} cannot be part of rows beside {tuple(first.shape)}"
+        )
+    return part.shape[1] * part.shape[2]
+
+
 def check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     """x float32 [..., width] must fit the norm's weight [width]."""
     check_tensor("weight", weight, torch.float32, 1, x.device)

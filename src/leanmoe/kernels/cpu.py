@@ -29,7 +29,7 @@ from leanmoe.kernels.checks import (
     check_token,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
-from leanmoe.kernels.tape import aside, empty, recording
+from leanmoe.kernels.tape import address_of, aside, empty, recording
 from leanmoe.kernels.types import Activation, ExpertBatch, ResidentExperts, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
@@ -339,9 +339,10 @@ def _section_bytes(slot: torch.Tensor, section: Section) -> torch.Tensor:
 def short_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As `kernels.short_convolution`. Raises `ValueError` for tensors that do not fit."""
     check_convolution(recent, x, weight)
-    out, (tokens, channels) = torch.empty_like(x), x.shape
+    out, (tokens, channels) = empty(x.shape), x.shape
+    place = address_of(recent)
     _cpu.convolve(
-        recent.data_ptr(),
+        place.data_ptr(),
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
@@ -349,7 +350,6 @@ def short_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
         channels,
         weight.shape[0],
     )
-    recent.copy_(torch.cat((recent, x[-recent.shape[0] :]))[-recent.shape[0] :])
     return out
 
 
@@ -366,14 +366,14 @@ def delta_rule(
 ) -> None:
     """As `kernels.delta_rule`, one token after the other. Raises `ValueError` for tensors that do not fit."""
     check_delta(memory, q, k, v, beta, decay, out)
-    keep, (heads, key_dim, value_dim) = decay.exp(), memory.shape
+    (heads, key_dim, value_dim), place = memory.shape, address_of(memory)
     _cpu.delta_rule(
-        memory.data_ptr(),
+        place.data_ptr(),
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         beta.data_ptr(),
-        keep.data_ptr(),
+        decay.data_ptr(),
         out.data_ptr(),
         q.shape[0],
         q.shape[1],

@@ -3,12 +3,16 @@
 Each row is computed by itself, so its bits depend neither on the other rows nor on the number of threads.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
     check_add,
     check_attend,
+    check_columns,
+    check_decays,
     check_gate,
     check_glu,
     check_norm,
@@ -17,7 +21,7 @@ from leanmoe.kernels.checks import (
     check_tensor,
     check_turn,
 )
-from leanmoe.kernels.tape import addresses, empty, recording
+from leanmoe.kernels.tape import address_of, empty, recording
 from leanmoe.kernels.types import GATINGS, RoutingRule, activation
 
 
@@ -141,18 +145,61 @@ def angles(
     return cos, sin
 
 
+def decays(
+    beta: torch.Tensor, alpha: torch.Tensor, step: torch.Tensor, rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.decays`. Raises `ValueError` for tensors that do not fit."""
+    check_decays(beta, alpha, step, rate)
+    share, decay, (tokens, heads) = empty(beta.shape), empty(beta.shape), beta.shape
+    _cpu.decays(
+        beta.data_ptr(),
+        alpha.data_ptr(),
+        step.data_ptr(),
+        rate.data_ptr(),
+        share.data_ptr(),
+        decay.data_ptr(),
+        tokens,
+        heads,
+    )
+    return share, decay
+
+
+def unit(x: torch.Tensor, eps: float, scale: float) -> torch.Tensor:
+    """As `kernels.unit`. Raises `ValueError` for a tensor that does not fit."""
+    x = contiguous(x)
+    check_tensor("x", x, torch.float32, x.dim(), x.device)
+    out, width = empty(x.shape), x.shape[-1]
+    _cpu.unit(x.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, scale)
+    return out
+
+
 def contiguous(x: torch.Tensor) -> torch.Tensor:
     """As `kernels.contiguous`."""
     if x.is_contiguous():
         return x
-    if x.dtype != torch.float32 or not 0 < x.dim() <= 3 or x.stride(-1) != 1 or not x.numel():
+    if x.dtype != torch.float32 or x.dim() > 3 or x.stride(-1) != 1 or not x.numel():
         assert recording() is None, "a copy by torch would be missing on the tape"
         return x.contiguous()
-    strides = (0, 0, *x.stride())[-3:]
-    outer, inner, width = (1, 1, *x.shape)[-3:]
     out = empty(x.shape)
-    _cpu.copy(x.data_ptr(), out.data_ptr(), outer, inner, width, *strides[:2])
+    _copy(x, out)
     return out
+
+
+def columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As `kernels.columns`. Raises `ValueError` for tensors that do not fit."""
+    widths = [check_columns(part, parts[0]) for part in parts]
+    out, begin = empty((len(parts[0]), sum(widths))), 0
+    for part, width in zip(parts, widths, strict=True):
+        _copy(part, out[:, begin : begin + width].view(part.shape))
+        begin += width
+    return out
+
+
+def _copy(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Both float32 of one shape, of at most three dimensions, numbers of the last one next to each other."""
+    outer, inner, width = (1, 1, *x.shape)[-3:]
+    strides = (stride for each in (x, out) for stride in (0, 0, *each.stride())[-3:-1])
+    _cpu.copy(x.data_ptr(), out.data_ptr(), outer, inner, width, *strides)
 
 
 def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,17 +231,14 @@ def attend_next(
     """As `kernels.attention.attend_next`. Raises `ValueError` for tensors that do not fit."""
     check_attend(1, 2, q, k, v, cache, position, sinks, out)
     _, kv_heads, capacity, dim = cache.shape
-    if (tape := recording()) is not None:
-        cache_at, position_at = tape.address_of(cache), tape.position_at
-    else:
-        here = torch.cat((addresses([cache]), torch.tensor([position])))
-        cache_at, position_at = here.data_ptr(), here.data_ptr() + here.element_size()
+    tape, cache_at = recording(), address_of(cache)
+    position_at = torch.tensor(position) if tape is None else tape.position
     _cpu.attend(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        cache_at,
-        position_at,
+        cache_at.data_ptr(),
+        position_at.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         q.shape[-2],

@@ -34,7 +34,7 @@ class Tape:
     """
 
     def __init__(self, position: torch.Tensor, memories: Sequence[torch.Tensor]) -> None:
-        self._position = position
+        self.position = position
         self._addresses = addresses(memories)
         self._places = {address: i for i, address in enumerate(self._addresses.tolist())}
         self._native = _cpu.Tape()
@@ -53,7 +53,7 @@ class Tape:
 
     def move(self, position: int, memories: torch.Tensor) -> None:
         """The next run is for a token at `position` of the sequence whose memories have these `addresses`."""
-        self._position.fill_(position)
+        self.position.fill_(position)
         self._addresses.copy_(memories)
 
     def run(self, given: object) -> None:
@@ -72,14 +72,9 @@ class Tape:
         """Memory for results."""
         return self._lasting.nbytes + self._now.nbytes + self._before.nbytes
 
-    @property
-    def position_at(self) -> int:
-        """Where the token's position is found."""
-        return self._position.data_ptr()
-
-    def address_of(self, memory: torch.Tensor) -> int:
-        """Where the address of one of the `memories` is found."""
-        return self._addresses.data_ptr() + 8 * self._places[memory.data_ptr()]
+    def address_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The address of one of the `memories` (int64), which changes with the sequence."""
+        return self._addresses[self._places[memory.data_ptr()]]
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, lasting: bool) -> torch.Tensor:
         return (self._lasting if lasting else self._now).take(shape, dtype)
@@ -154,6 +149,12 @@ def aside(work: Callable[[Any], object], given: object = None, *, done: torch.Te
         tape._aside(work, given, done)
     elif done is None or not int(done):
         work(given)
+
+
+def address_of(memory: torch.Tensor) -> torch.Tensor:
+    """The address (int64) of a sequence's tensor: on a tape that is recorded, that of the sequence it is run for."""
+    tape = recording()
+    return addresses([memory]) if tape is None else tape.address_of(memory)
 
 
 def addresses(memories: Sequence[torch.Tensor]) -> torch.Tensor:

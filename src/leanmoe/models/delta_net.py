@@ -4,9 +4,18 @@ Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024); the convolution and 
 """
 
 import torch
-from torch.nn.functional import silu, softplus
 
-from leanmoe.kernels import delta_rule, linear, short_convolution
+from leanmoe.kernels import (
+    columns,
+    contiguous,
+    decays,
+    delta_rule,
+    empty,
+    glu,
+    linear,
+    short_convolution,
+    unit,
+)
 from leanmoe.models.batch import Batch
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.rope import RopeTables
@@ -18,7 +27,7 @@ from leanmoe.models.trunk import Trunk
 class DeltaNet:
     """One layer: projections, a short causal convolution over each channel, the delta rule, a gated norm."""
 
-    recordable = False
+    recordable = True
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int) -> None:
         m, prefix = mixer, f"blk.{layer}."
@@ -54,17 +63,17 @@ class DeltaNet:
         """x [N, hidden] -> [N, hidden]; takes the N tokens into the memories of their sequences."""
         m = self.spec
         qkv, z = self._qkv_and_gate(x)
-        beta, alpha = self._beta_and_alpha(x)
-        beta, decay = beta.sigmoid(), softplus(alpha + self.step).mul_(self.rate)
-        mixed = torch.empty(len(x), m.value_heads, m.value_dim, device=x.device)
+        beta, decay = decays(*self._beta_and_alpha(x), self.step, self.rate)
+        shape = len(x), m.value_heads, m.value_dim
+        mixed = empty(shape) if x.is_cpu else torch.empty(shape, device=x.device)
         for segment in batch.segments:
             state = segment.state.recurrent(self.layer)
             for rows, saved in segment.pieces():
                 self._advance(qkv[rows], beta[rows], decay[rows], state, mixed[rows])
                 if saved:
                     state.save()
-        y = self.norm(mixed).mul_(silu(z.view_as(mixed)))
-        return linear(self.out, y.view(len(x), -1))
+        y = glu(z, self.norm(mixed).view(len(x), -1), "silu")
+        return linear(self.out, y)
 
     def _qkv_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, hidden] -> the channels before the convolution: all q, all k, all v [N, channels], and the gate."""
@@ -73,17 +82,16 @@ class DeltaNet:
         m = self.spec
         values = m.value_heads // m.key_heads * m.value_dim
         each = linear(self.qkvz, x).view(len(x), m.key_heads, -1)
-        *qkv, z = (
-            part.flatten(1) for part in torch.split(each, [m.key_dim, m.key_dim, values, values], dim=-1)
-        )
-        return torch.cat(qkv, dim=-1), z
+        *qkv, z = torch.split(each, [m.key_dim, m.key_dim, values, values], dim=-1)
+        return columns(qkv), columns([z])
 
     def _beta_and_alpha(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, hidden] -> [N, value_heads] each."""
         if not self.spec.grouped:
             return linear(self.beta, x), linear(self.alpha, x)
         both = linear(self.beta_alpha, x).view(len(x), self.spec.key_heads, 2, -1)
-        return both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+        beta, alpha = (contiguous(part).view(len(x), -1) for part in both.unbind(2))
+        return beta, alpha
 
     def _advance(
         self,
@@ -97,11 +105,11 @@ class DeltaNet:
         m, keys = self.spec, self.spec.key_heads * self.spec.key_dim
         mixed = short_convolution(state.recent, qkv, self.taps)
         q, k = (
-            self._unit(part.view(len(qkv), m.key_heads, m.key_dim))
-            for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+            unit(contiguous(part).view(len(qkv), m.key_heads, m.key_dim), self.eps, scale)
+            for part, scale in (
+                (mixed[:, :keys], m.key_dim**-0.5),
+                (mixed[:, keys : 2 * keys], 1.0),
+            )
         )
-        v = mixed[:, 2 * keys :].contiguous().view(out.shape)
-        delta_rule(state.memory, q.mul_(m.key_dim**-0.5), k, v, beta, decay, out, grouped=m.grouped)
-
-    def _unit(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.square().sum(-1, keepdim=True).add_(self.eps).rsqrt_()
+        v = contiguous(mixed[:, 2 * keys :]).view(out.shape)
+        delta_rule(state.memory, q, k, v, beta, decay, out, grouped=m.grouped)

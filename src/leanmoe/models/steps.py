@@ -24,7 +24,10 @@ class Steps:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The states [N, hidden] after the last layer."""
-        if len(batch.tokens) != 1 or not self._recorded or not self._lock.acquire(blocking=False):
+        alone = (
+            len(batch.tokens) == 1 and batch.segments[0].state.mark is None
+        )  # no checkpoint is to be saved
+        if not alone or not self._recorded or not self._lock.acquire(blocking=False):
             return self._through(batch)
         try:
             step = self._step
