@@ -106,8 +106,8 @@ class SimulatedDisk:
         self.allowed, self.queue = Ahead(0, False), []
         self.running = []  # [work left, task, whether for demand]
 
-    def submit(self, task):
-        self.running.append([self.seconds, task, True])
+    def submit(self, tasks):
+        self.running.extend([self.seconds, task, True] for task in tasks)
 
     def submit_ahead(self, key, due, task):
         if any(key == k for _, k, _ in self.queue):
