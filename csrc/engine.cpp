@@ -158,6 +158,12 @@ Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols) {
     return {format, layout, rows, cols};
 }
 
+void check_section(int64_t offset, int64_t bytes, int64_t expert_bytes, const char* what) {
+    if (offset < 0 || bytes > expert_bytes || offset > expert_bytes - bytes)
+        throw std::invalid_argument(std::string(what) + " ends outside the expert's " + std::to_string(expert_bytes) +
+                                    " bytes");
+}
+
 Activation make_activation(int kind, float limit, float alpha) {
     if (kind < Activation::SILU || kind > Activation::SWIGLU_OAI)
         throw std::invalid_argument("unknown activation " + std::to_string(kind));
@@ -461,6 +467,9 @@ void Engine::convolve(const ConvolutionCall& call) {
         const int64_t first = i % pieces * CONVOLUTION_CHANNELS;
         convolve(call, i / pieces, first, std::min(CONVOLUTION_CHANNELS, call.channels - first));
     });
+    const int64_t recent = call.taps - 1, fresh = std::min(recent, call.tokens), kept = recent - fresh;
+    std::copy_n(call.recent + fresh * call.channels, kept * call.channels, call.recent);
+    std::copy_n(call.x + (call.tokens - fresh) * call.channels, fresh * call.channels, call.recent + kept * call.channels);
 }
 
 void Engine::delta_rule(const DeltaCall& call) {

@@ -24,6 +24,9 @@ struct Matrix {
 // Throws std::invalid_argument unless a product of this type and shape exists.
 Matrix make_matrix(int32_t qtype, Layout layout, int64_t rows, int64_t cols);
 
+// Throws std::invalid_argument, naming `what`, unless `bytes` from `offset` on lie within an expert.
+void check_section(int64_t offset, int64_t bytes, int64_t expert_bytes, const char* what);
+
 // Throws std::invalid_argument for a kind that does not exist.
 Activation make_activation(int kind, float limit, float alpha);
 

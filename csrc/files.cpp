@@ -15,19 +15,21 @@ FileRead failed(FileRead read) {
     return read;
 }
 
-// Whether `to` is full; otherwise `read` says why not.
-bool fill(int fd, uint8_t* to, int64_t wanted, FileRead& read) {
+// What the file has, up to `wanted` bytes; `read` says where it ended, or failed, before.
+void fill(int fd, uint8_t* to, int64_t wanted, FileRead& read) {
     while (read.bytes < wanted) {
         const ssize_t n = ::pread(fd, to + read.bytes, static_cast<size_t>(wanted - read.bytes), read.bytes);
         if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) {
-            read = n < 0 ? failed(read) : read;
-            if (n == 0) read.outcome = FileRead::ENDED;
-            return false;
+        if (n < 0) {
+            read = failed(read);
+            return;
+        }
+        if (n == 0) {
+            read.outcome = FileRead::ENDED;
+            return;
         }
         read.bytes += n;
     }
-    return true;
 }
 
 FileRead read_file(const char* path, uint8_t* to, int64_t bytes, bool direct) {

@@ -83,7 +83,7 @@ struct Encoder {
 
 // A short causal convolution of each channel by itself, and silu of it.
 struct ConvolutionCall {
-    const float* recent;  // [taps - 1, channels]: what came before the first token
+    float* recent;        // [taps - 1, channels]: what came before the first token; afterwards, before the next
     const float* x;       // [tokens, channels]
     const float* weight;  // [taps, channels]: the last one meets the token itself
     float* out;           // [tokens, channels]

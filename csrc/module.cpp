@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <stdexcept>
@@ -27,21 +26,14 @@ const Format& format_of(int32_t qtype) {
     return *format;
 }
 
-int64_t check_section(int64_t offset, int64_t bytes, int64_t slot_bytes, const char* what) {
-    if (offset < 0 || bytes > slot_bytes || offset > slot_bytes - bytes)
-        throw std::invalid_argument(std::string(what) + " ends outside the expert's " + std::to_string(slot_bytes) +
-                                    " bytes");
-    return offset;
-}
-
 // (qtype, layout, rows, cols, offset, bias offset or -1, scale offset or -1)
 ExpertMatrix expert_matrix(int32_t qtype, int32_t layout, int64_t rows, int64_t cols, int64_t offset, int64_t bias,
                            int64_t scale, int64_t slot_bytes) {
     ExpertMatrix m;
     m.matrix = make_matrix(qtype, static_cast<Layout>(layout), rows, cols);
-    m.offset = check_section(offset, m.matrix.bytes(), slot_bytes, "a matrix");
-    m.bias = bias < 0 ? -1 : check_section(bias, rows * 4, slot_bytes, "a bias");
-    m.scale = scale < 0 ? -1 : check_section(scale, 4, slot_bytes, "a scale");
+    check_section(m.offset = offset, m.matrix.bytes(), slot_bytes, "a matrix");
+    if (bias >= 0) check_section(m.bias = bias, rows * 4, slot_bytes, "a bias");
+    if (scale >= 0) check_section(m.scale = scale, 4, slot_bytes, "a scale");
     return m;
 }
 
@@ -218,13 +210,8 @@ void convolve(uintptr_t recent_at, uintptr_t x, uintptr_t weight, uintptr_t out,
                             tokens,  channels,                taps};
     const auto* address = pointer<const int64_t>(recent_at);
     perform([=]() mutable {
-        auto* recent = pointer<float>(static_cast<uintptr_t>(*address));
-        call.recent = recent;
+        call.recent = pointer<float>(static_cast<uintptr_t>(*address));
         Engine::get().convolve(call);
-        const int64_t kept = std::max<int64_t>(0, taps - 1 - tokens);  // of what was there
-        std::copy_n(recent + (taps - 1 - kept) * channels, kept * channels, recent);
-        std::copy_n(call.x + (tokens - (taps - 1 - kept)) * channels, (taps - 1 - kept) * channels,
-                    recent + kept * channels);
     });
 }
 

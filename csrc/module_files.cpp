@@ -40,8 +40,7 @@ public:
         for (const std::vector<int64_t>& m : matrices) {
             if (m.size() != 5) throw std::invalid_argument("a matrix is described by 5 numbers");
             Part part{m[0], make_matrix(static_cast<int32_t>(m[1]), static_cast<Layout>(m[2]), m[3], m[4])};
-            if (part.offset < 0 || part.matrix.bytes() > bytes || part.offset > bytes - part.matrix.bytes())
-                throw std::invalid_argument("a matrix ends outside the expert's " + std::to_string(bytes) + " bytes");
+            check_section(part.offset, part.matrix.bytes(), bytes, "a matrix");
             parts_.push_back(part);
         }
     }

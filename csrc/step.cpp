@@ -12,16 +12,24 @@ constexpr int64_t LANES = 16;  // partial sums, so that the loop vectorises and 
 constexpr float LEAST_SUM = 6.103515625e-05f;  // of chosen weights, as in llama.cpp: the smallest normal half
 constexpr float LEAST_SPAN = 1e-6f;
 
-void norm(const float* x, const float* weight, float* out, int64_t width, float eps) {
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+double sum_of_squares(const float* x, int64_t n) {
     float part[LANES] = {};
     int64_t i = 0;
-    for (; i + LANES <= width; i += LANES)
+    for (; i + LANES <= n; i += LANES)
         for (int64_t l = 0; l < LANES; ++l) part[l] += x[i + l] * x[i + l];
     double sum = 0;
-    for (; i < width; ++i) sum += static_cast<double>(x[i]) * x[i];
+    for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
     for (float p : part) sum += p;
-    const float factor = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(width) + eps));
-    for (i = 0; i < width; ++i) out[i] = x[i] * factor * weight[i];
+    return sum;
+}
+
+void norm(const float* x, const float* weight, float* out, int64_t width, float eps) {
+    const double mean = sum_of_squares(x, width) / static_cast<double>(width);
+    const float factor = static_cast<float>(1.0 / std::sqrt(mean + eps));
+    for (int64_t i = 0; i < width; ++i) out[i] = x[i] * factor * weight[i];
 }
 
 void softmax(const float* x, float* out, int64_t n) {
@@ -65,14 +73,13 @@ void gate(Gating gating, const float* logits, float* out, int64_t n) {
     case SOFTMAX:
         return softmax(logits, out, n);
     case SIGMOID:
-        for (int64_t i = 0; i < n; ++i) out[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+        for (int64_t i = 0; i < n; ++i) out[i] = sigmoid(logits[i]);
         return;
     case CHOSEN_SOFTMAX:
         std::copy_n(logits, n, out);
         return;
     case SQRT_SOFTPLUS:
-        for (int64_t i = 0; i < n; ++i)
-            out[i] = std::sqrt(logits[i] > 20.0f ? logits[i] : std::log1p(std::exp(logits[i])));
+        for (int64_t i = 0; i < n; ++i) out[i] = std::sqrt(softplus(logits[i]));
         return;
     }
 }
@@ -188,7 +195,6 @@ void add_row(const AddCall& c, int64_t row) {
 }
 
 void gate_row(const GateCall& c, int64_t row) {
-    const auto sigmoid = [](float x) { return 1.0f / (1.0f + std::exp(-x)); };
     const float* x = c.x + row * c.width;
     float* out = c.out + row * c.width;
     if (c.whole) {
@@ -202,22 +208,15 @@ void gate_row(const GateCall& c, int64_t row) {
 void decay_row(const DecayCall& c, int64_t token) {
     for (int64_t h = 0; h < c.heads; ++h) {
         const int64_t i = token * c.heads + h;
-        const float x = c.alpha[i] + c.step[h];
-        c.share[i] = 1.0f / (1.0f + std::exp(-c.beta[i]));
-        c.decay[i] = c.rate[h] * (x > 20.0f ? x : std::log1p(std::exp(x)));
+        c.share[i] = sigmoid(c.beta[i]);
+        c.decay[i] = c.rate[h] * softplus(c.alpha[i] + c.step[h]);
     }
 }
 
 void unit_row(const UnitCall& c, int64_t row) {
     const float* x = c.x + row * c.width;
-    float part[LANES] = {}, sum = 0;
-    int64_t i = 0;
-    for (; i + LANES <= c.width; i += LANES)
-        for (int64_t l = 0; l < LANES; ++l) part[l] += x[i + l] * x[i + l];
-    for (; i < c.width; ++i) sum += x[i] * x[i];
-    for (float p : part) sum += p;
-    const float factor = c.scale / std::sqrt(sum + c.eps);
-    for (i = 0; i < c.width; ++i) c.out[row * c.width + i] = x[i] * factor;
+    const float factor = c.scale / static_cast<float>(std::sqrt(sum_of_squares(x, c.width) + c.eps));
+    for (int64_t i = 0; i < c.width; ++i) c.out[row * c.width + i] = x[i] * factor;
 }
 
 void angle_row(const AngleCall& c, int64_t token) {

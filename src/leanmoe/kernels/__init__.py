@@ -18,6 +18,7 @@ from leanmoe.kernels.cpu import (
     compiled_isas,
     get_num_threads,
     isa,
+    moe_token,
     quantize,
     quantized_types,
     release_scratch,
@@ -157,22 +158,6 @@ def moe_ffn(
     """
     run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
     run(layout, batch, x, out, activation)
-
-
-def moe_token(
-    layout: ExpertLayout,
-    experts: ResidentExperts,
-    ids: torch.Tensor,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    activation: str = "silu",
-) -> torch.Tensor | None:
-    """out[j] = the expert ids[0, j] applied to x, as `moe_ffn` does, if all of them are in memory; on the CPU.
-
-    ids [1, k], x [1, D], out [k, D]. Returns whether it did, as a tensor for `aside` (int64, one number, 0 or 1);
-    None if it never can, for types without a product of their own.
-    """
-    return cpu.moe_token(layout, experts, ids, x, out, activation)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

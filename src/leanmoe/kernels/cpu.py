@@ -263,9 +263,13 @@ def moe_token(
     ids: torch.Tensor,
     x: torch.Tensor,
     out: torch.Tensor,
-    name: str,
+    name: str = "silu",
 ) -> torch.Tensor | None:
-    """As `kernels.moe_token`. Raises `ValueError` for tensors that do not fit."""
+    """out[j] = the expert ids[0, j] applied to x, as `moe_ffn` does, if all of them are in memory.
+
+    ids [1, k], x [1, D], out [k, D]. Returns whether it did, as a tensor for `aside` (int64, one number, 0 or 1);
+    None if it never can, for types without a product of their own. Raises `ValueError` for tensors that do not fit.
+    """
     _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
     if plan is None:
         return None

@@ -17,6 +17,7 @@ import torch
 from leanmoe.kernels import _cpu
 from leanmoe.kernels.workspace import LARGE, Workspace
 
+_CPU = torch.device("cpu")
 _LINE = 64
 _SLAB_BYTES = 1 << 20
 _current = threading.local()
@@ -108,11 +109,19 @@ def recording() -> Tape | None:
     return getattr(_current, "tape", None)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, lasting: bool = False) -> torch.Tensor:
-    """Memory on the CPU for a kernel's result: on a tape that is recorded, good until the `turn` after the next.
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device = _CPU,
+    lasting: bool = False,
+) -> torch.Tensor:
+    """Memory for a kernel's result. On the CPU: on a tape that is recorded, good until the `turn` after the next.
 
     `lasting` memory is good for as long as the tape. Within `working_in`, large results lie in the workspace.
     """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
     if (tape := recording()) is not None:
         return tape._empty(shape, dtype, lasting)
     if (space := getattr(_current, "workspace", None)) is not None:

@@ -65,7 +65,7 @@ class Attention:
         by_head = a.qk_norm == "head"
         q = self.rope.apply(q, turn, self.q_norm if by_head else None)
         k = self.rope.apply(k, turn, self.k_norm if by_head else None)
-        mixed = empty(q.shape) if q.is_cpu else torch.empty_like(q)
+        mixed = empty(q.shape, device=q.device)
         if len(batch.segments) == 1:
             self._mix(batch.segments[0], q, k, v, mixed)
         else:

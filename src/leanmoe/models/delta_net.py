@@ -64,8 +64,7 @@ class DeltaNet:
         m = self.spec
         qkv, z = self._qkv_and_gate(x)
         beta, decay = decays(*self._beta_and_alpha(x), self.step, self.rate)
-        shape = len(x), m.value_heads, m.value_dim
-        mixed = empty(shape) if x.is_cpu else torch.empty(shape, device=x.device)
+        mixed = empty((len(x), m.value_heads, m.value_dim), device=x.device)
         for segment in batch.segments:
             state = segment.state.recurrent(self.layer)
             for rows, saved in segment.pieces():

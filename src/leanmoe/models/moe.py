@@ -87,7 +87,7 @@ class MoE:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
         routing = self.router(x if self.router_norm is None else self.router_norm(h))
         n, k = routing.ids.shape
-        outputs = empty((n * k, x.shape[1])) if x.is_cpu else torch.empty(n * k, x.shape[1], device=x.device)
+        outputs = empty((n * k, x.shape[1]), device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
         if self.pool.observing:
             aside(visit.tell)

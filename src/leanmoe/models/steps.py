@@ -24,18 +24,18 @@ class Steps:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The states [N, hidden] after the last layer."""
-        alone = (
-            len(batch.tokens) == 1 and batch.segments[0].state.mark is None
-        )  # no checkpoint is to be saved
+        segment = batch.segments[0]
+        alone = len(batch.tokens) == 1 and segment.state.mark is None  # saving a checkpoint is not recorded
         if not alone or not self._recorded or not self._lock.acquire(blocking=False):
             return self._through(batch)
         try:
             step = self._step
-            if step is not None and step.fits(batch):
-                return step.run(batch).clone()  # before another thread takes the tape
-            self._step = step = None  # its memory is free before the next one's is taken
-            self._step, x = _Step.record(self._through, batch)
-            return x.clone()
+            if step is not None and step.form == segment.state.form:
+                step.run(batch)
+            else:
+                self._step = step = None  # its memory is free before the next one's is taken
+                self._step = step = _Step(self._through, batch)
+            return step.x.clone()  # before another thread takes the tape
         except BaseException:
             self._step = None  # which may hold experts that it had fetched and not yet computed
             raise
@@ -48,29 +48,19 @@ class Steps:
 
 
 class _Step:
-    """One recorded step."""
+    """One recorded step, first taken for the batch that it is made with. `x` are the states after it."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, through: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
         state = batch.segments[0].state
-        self._form = state.form
-        self._tokens, self._positions = batch.tokens.clone(), batch.positions.clone()
-        self._tape = Tape(self._positions, state.memories)
-        self._x = torch.empty(0)
+        self.form = state.form
+        self._tokens, positions = batch.tokens.clone(), batch.positions.clone()
+        self._tape = Tape(positions, state.memories)
+        with self._tape.recording():
+            self.x = through(replace(batch, tokens=self._tokens, positions=positions))
 
-    @classmethod
-    def record(cls, through: Callable[[Batch], torch.Tensor], batch: Batch) -> tuple["_Step", torch.Tensor]:
-        """The step of this batch, which it does, and its states."""
-        step = cls(batch)
-        with step._tape.recording():
-            step._x = through(replace(batch, tokens=step._tokens, positions=step._positions))
-        return step, step._x
-
-    def fits(self, batch: Batch) -> bool:
-        return self._form == batch.segments[0].state.form
-
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: Batch) -> None:
+        """Takes it for another token, of a sequence of the same form."""
         segment = batch.segments[0]
         self._tokens.copy_(batch.tokens)
         self._tape.move(segment.start, segment.state.addresses)
         self._tape.run(batch)
-        return self._x
