@@ -1,6 +1,7 @@
 // Causal attention of a chunk of tokens with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): blocks of
 // keys are unpacked once for many queries, and what a query has mixed so far is scaled down when a larger score comes.
-// Included by every instruction-set unit, with the vectors of attend.h.
+// Included by every instruction-set unit, with the vectors of attend.h. The products here are of floats; those of
+// attend_chunk16.h, of integers, take the same tiles and blocks.
 //
 // A row is one query head of one token; rows that share a key head are numbered token by token. A tile of rows meets a
 // block of keys in two products, of which each number is added up by itself, from the first dimension or key to the last.
@@ -17,13 +18,14 @@ namespace {
 constexpr int ROWS = static_cast<int>(CHUNK_TILE);
 constexpr int64_t LANES16 = STRIP;  // keys that lie interleaved
 
-// One thread's work: rows [begin, end) of a key head, and its scratch.
+template <int N> struct Whole {
+    static constexpr int value = N;
+};
+
+// One thread's work: rows [begin, end) of a key head, and what is kept of them whatever the products are.
 struct ChunkTask {
     const ChunkCall& call;
     int64_t kv_head, begin, end;
-    float *keys;    // [CHUNK_KEYS / 16][dim][16]: of one block
-    float *values;  // [CHUNK_KEYS][dim]
-    float *q;       // [tiles][dim][ROWS], times the scale
     float *mixed;   // [rows][dim]: values by e^(score - most)
     float *scores;  // [rows][CHUNK_KEYS]: of one block
     float *sums;    // [rows][16]: of e^(score - most), by the key's place modulo 16
@@ -31,19 +33,28 @@ struct ChunkTask {
     float *fade;    // [rows]: what was mixed before this block is multiplied by it
     int64_t* position;  // [rows]
 
-    ChunkTask(const ChunkCall& c, int64_t head, int64_t first, int64_t last, float* scratch)
-        : call(c), kv_head(head), begin(first), end(last) {
-        const int64_t dim = c.dim, rows = padded();
-        keys = scratch;
-        values = keys + CHUNK_KEYS * dim;
-        q = values + CHUNK_KEYS * dim;
-        mixed = q + rows * dim;
-        scores = mixed + rows * dim;
+    ChunkTask(const ChunkCall& c, int64_t head, int64_t first, int64_t last)
+        : call(c), kv_head(head), begin(first), end(last) {}
+    // Begins, in the part of the scratch from `at` on, and returns what is left of it; `most` is to be of scores times
+    // `unit`.
+    float* start(float* at, float unit) {
+        const int64_t rows = padded();
+        mixed = at;
+        scores = mixed + rows * call.dim;
         sums = scores + rows * CHUNK_KEYS;
         most = sums + rows * LANES16;
         fade = most + rows;
         position = reinterpret_cast<int64_t*>(fade + rows);
-        for (int64_t i = 0; i < rows; ++i) position[i] = c.start + row(i) / share();
+        memset(mixed, 0, static_cast<size_t>(rows * call.dim) * sizeof(float));
+        for (int64_t i = 0; i < rows; ++i) {
+            position[i] = call.start + row(i) / share();
+            // A sink is a score whose value is zero.
+            const float sink = call.sinks == nullptr ? -FLT_MAX : call.sinks[head(i)] * unit;
+            most[i] = sink > -FLT_MAX ? sink : -FLT_MAX;
+            for (int64_t l = 0; l < LANES16; ++l) sums[i * LANES16 + l] = 0.0f;
+            sums[i * LANES16] = sink > -FLT_MAX ? 1.0f : 0.0f;
+        }
+        return reinterpret_cast<float*>(position + rows);
     }
     int64_t share() const { return call.heads / call.kv_heads; }
     int64_t padded() const { return (end - begin + ROWS - 1) / ROWS * ROWS; }
@@ -59,39 +70,34 @@ struct ChunkTask {
     bool meets(int64_t i, int64_t block) const {
         return block <= position[i + ROWS - 1] && block + CHUNK_KEYS > first(i);
     }
-};
-
-inline void chunk_begin(ChunkTask& t) {
-    const int64_t dim = t.call.dim, rows = t.padded();
-    for (int64_t i = 0; i < rows; ++i) {
-        const float* from = t.call.q + (t.row(i) / t.share() * t.call.heads + t.head(i)) * dim;
-        float* to = t.q + i / ROWS * ROWS * dim + i % ROWS;
-        for (int64_t d = 0; d < dim; ++d) to[d * ROWS] = from[d] * t.call.scale;
-        // A sink is a score whose value is zero.
-        const float sink = t.call.sinks == nullptr ? -FLT_MAX : t.call.sinks[t.head(i)];
-        t.most[i] = sink > -FLT_MAX ? sink : -FLT_MAX;
-        for (int64_t l = 0; l < LANES16; ++l) t.sums[i * LANES16 + l] = 0.0f;
-        t.sums[i * LANES16] = sink > -FLT_MAX ? 1.0f : 0.0f;
+    // How many of the block's `count` keys the tile's last row, and so any of its rows, may see.
+    int64_t seen(int64_t i, int64_t block, int64_t count) const {
+        const int64_t upto = position[i + ROWS - 1] + 1 - block;
+        return upto < count ? upto : count;
     }
-    memset(t.mixed, 0, static_cast<size_t>(rows * dim) * sizeof(float));
-}
+    const float* query(int64_t i) const { return call.q + (row(i) / share() * call.heads + head(i)) * call.dim; }
+    // The scores of the tile's keys that a row does not see become -inf.
+    void hide(int64_t i, int64_t block) {
+        if (block + CHUNK_KEYS - 1 <= position[i] && block >= first(i + ROWS - 1)) return;
+        for (int64_t n = i; n < i + ROWS; ++n) {
+            const int64_t low = first(n) - block, high = position[n] + 1 - block;
+            for (int64_t k = 0; k < CHUNK_KEYS; ++k)
+                if (k < low || k >= high) scores[n * CHUNK_KEYS + k] = -INFINITY;
+        }
+    }
+    void finish() const {
+        const int64_t dim = call.dim;
+        for (int64_t i = 0; i < end - begin; ++i) {
+            float total = 0;
+            for (int64_t l = 0; l < LANES16; ++l) total += sums[i * LANES16 + l];
+            float* out = call.out + (row(i) / share() * call.heads + head(i)) * dim;
+            for (int64_t d = 0; d < dim; ++d) out[d] = mixed[i * dim + d] / total;
+        }
+    }
+};
 
 template <class U, class E> inline void widen(const E* from, int64_t n, float* to) {
     for (int64_t i = 0; i < n; i += U::LANES) U::put(U::at(from + i), to + i);
-}
-
-// `count` keys and values from `block` on, as floats. The last sixteen keys are filled up with zeros.
-template <class U, class E> void chunk_unpack(ChunkTask& t, int64_t block, int64_t count, ArrangeFn arrange) {
-    const int64_t dim = t.call.dim;
-    const StripFormat words = {static_cast<int32_t>(dim), 0, false};
-    float* rows = t.values;  // not in use yet
-    for (int64_t key = 0; key < count; key += LANES16) {
-        const int64_t some = count - key < LANES16 ? count - key : LANES16;
-        widen<U>(attend_rows<E>(t.call.keys, t.call, t.kv_head, block + key), some * dim, rows);
-        memset(rows + some * dim, 0, static_cast<size_t>((LANES16 - some) * dim) * sizeof(float));
-        arrange(words, 1, reinterpret_cast<const uint8_t*>(rows), reinterpret_cast<uint8_t*>(t.keys + key * dim));
-    }
-    widen<U>(attend_rows<E>(t.call.values, t.call, t.kv_head, block), count * dim, t.values);
 }
 
 // scores[n][first ..] = q_n . key, for C vectors of keys
@@ -157,25 +163,6 @@ template <class U> inline void weigh_tile(float* scores, float* sums, float* mos
     }
 }
 
-template <class U> void score_block(ChunkTask& t, int64_t i, int64_t block, int64_t count) {
-    constexpr int WIDE = U::LANES >= 16 ? 4 : 2;  // shorter vectors come with fewer registers
-    const int64_t dim = t.call.dim, last = t.position[i + ROWS - 1], all = block + count - 1;
-    const int64_t needed = ((last < all ? last : all) - block) / LANES16 * LANES16 + LANES16;
-    const float* q = t.q + i * dim;
-    float* scores = t.scores + i * CHUNK_KEYS;
-    int64_t key = 0;
-    for (; key + WIDE * U::LANES <= needed; key += WIDE * U::LANES) score_tile<U, WIDE>(q, t.keys, dim, key, scores);
-    for (; key + 2 * U::LANES <= needed; key += 2 * U::LANES) score_tile<U, 2>(q, t.keys, dim, key, scores);
-    for (; key < needed; key += U::LANES) score_tile<U, 1>(q, t.keys, dim, key, scores);
-    const bool masked = block + CHUNK_KEYS - 1 > t.position[i] || block < t.first(i + ROWS - 1);
-    for (int64_t n = 0; masked && n < ROWS; ++n) {
-        const int64_t low = t.first(i + n) - block, high = t.position[i + n] + 1 - block;
-        for (int64_t k = 0; k < CHUNK_KEYS; ++k)
-            if (k < low || k >= high) scores[n * CHUNK_KEYS + k] = -INFINITY;
-    }
-    weigh_tile<U>(scores, t.sums + i * LANES16, t.most + i, t.fade + i);
-}
-
 // mixed[n][first ..] = fade_n mixed[n][first ..] + the sum over keys of weights[n][key] values[key][first ..], for C
 // vectors of dimensions
 template <class U, int C>
@@ -200,50 +187,83 @@ inline void mix_tile(const float* weights, const float* fade, const float* value
         for (int c = 0; c < C; ++c) U::put(acc[n][c], mixed + n * dim + first + c * U::LANES);
 }
 
-template <class U> void mix_block(ChunkTask& t, int64_t i, int64_t block, int64_t count) {
-    constexpr int WIDE = U::LANES >= 16 ? 4 : 2;
-    const int64_t dim = t.call.dim, seen = t.position[i + ROWS - 1] + 1 - block, keys = seen < count ? seen : count;
-    const float *weights = t.scores + i * CHUNK_KEYS, *fade = t.fade + i;
-    float* mixed = t.mixed + i * dim;
-    int64_t d = 0;
-    for (; d + WIDE * U::LANES <= dim; d += WIDE * U::LANES)
-        mix_tile<U, WIDE>(weights, fade, t.values, dim, keys, d, mixed);
-    for (; d + 2 * U::LANES <= dim; d += 2 * U::LANES) mix_tile<U, 2>(weights, fade, t.values, dim, keys, d, mixed);
-    for (; d < dim; d += U::LANES) mix_tile<U, 1>(weights, fade, t.values, dim, keys, d, mixed);
+// Calls job(C, first) for every C vectors of LANES numbers out of `count`: WIDE at once as long as there are as many.
+template <int WIDE, int64_t LANES, class Job> inline void by_vectors(int64_t count, Job job) {
+    int64_t first = 0;
+    for (; first + WIDE * LANES <= count; first += WIDE * LANES) job(Whole<WIDE>{}, first);
+    for (; first + 2 * LANES <= count; first += 2 * LANES) job(Whole<2>{}, first);
+    for (; first < count; first += LANES) job(Whole<1>{}, first);
 }
 
-inline void chunk_end(const ChunkTask& t) {
-    const int64_t dim = t.call.dim;
-    for (int64_t i = 0; i < t.end - t.begin; ++i) {
-        float total = 0;
-        for (int64_t l = 0; l < LANES16; ++l) total += t.sums[i * LANES16 + l];
-        float* out = t.call.out + (t.row(i) / t.share() * t.call.heads + t.head(i)) * dim;
-        for (int64_t d = 0; d < dim; ++d) out[d] = t.mixed[i * dim + d] / total;
+// Products of floats; keys and values are stored as E.
+template <class U, class E, ArrangeFn ARRANGE> struct FloatChunk : ChunkTask {
+    static constexpr int WIDE = U::LANES >= 16 ? 4 : 2;  // shorter vectors come with fewer registers
+    float *keys;    // [CHUNK_KEYS / 16][dim][16]: of one block
+    float *values;  // [CHUNK_KEYS][dim]
+    float *q;       // [tiles][dim][ROWS], times the scale
+
+    FloatChunk(const ChunkCall& c, int64_t head, int64_t first, int64_t last, float* scratch)
+        : ChunkTask(c, head, first, last) {
+        const int64_t dim = c.dim, rows = padded();
+        keys = scratch;
+        values = keys + CHUNK_KEYS * dim;
+        q = values + CHUNK_KEYS * dim;
+        start(q + rows * dim, 1.0f);
+        for (int64_t i = 0; i < rows; ++i) {
+            const float* from = query(i);
+            float* to = q + i / ROWS * ROWS * dim + i % ROWS;
+            for (int64_t d = 0; d < dim; ++d) to[d * ROWS] = from[d] * c.scale;
+        }
     }
-}
+    // `count` keys and values from `block` on, as floats. The last sixteen keys are filled up with zeros.
+    void unpack(int64_t block, int64_t count) {
+        const int64_t dim = call.dim;
+        const StripFormat words = {static_cast<int32_t>(dim), 0, false};
+        float* rows = values;  // not in use yet
+        for (int64_t key = 0; key < count; key += LANES16) {
+            const int64_t some = count - key < LANES16 ? count - key : LANES16;
+            widen<U>(attend_rows<E>(call.keys, call, kv_head, block + key), some * dim, rows);
+            memset(rows + some * dim, 0, static_cast<size_t>((LANES16 - some) * dim) * sizeof(float));
+            ARRANGE(words, 1, reinterpret_cast<const uint8_t*>(rows), reinterpret_cast<uint8_t*>(keys + key * dim));
+        }
+        widen<U>(attend_rows<E>(call.values, call, kv_head, block), count * dim, values);
+    }
+    void score(int64_t i, int64_t block, int64_t count) {
+        const int64_t needed = (seen(i, block, count) + LANES16 - 1) / LANES16 * LANES16;
+        by_vectors<WIDE, U::LANES>(needed, [&](auto c, int64_t key) {
+            score_tile<U, c.value>(q + i * call.dim, keys, call.dim, key, scores + i * CHUNK_KEYS);
+        });
+        hide(i, block);
+        weigh_tile<U>(scores + i * CHUNK_KEYS, sums + i * LANES16, most + i, fade + i);
+    }
+    void mix(int64_t i, int64_t block, int64_t count) {
+        const int64_t dim = call.dim, some = seen(i, block, count);
+        by_vectors<WIDE, U::LANES>(dim, [&](auto c, int64_t d) {
+            mix_tile<U, c.value>(scores + i * CHUNK_KEYS, fade + i, values, dim, some, d, mixed + i * dim);
+        });
+    }
+};
 
-template <class U, class E> void attend_rows_of(ChunkTask& t, ArrangeFn arrange) {
-    const int64_t rows = t.end - t.begin, last = t.position[rows - 1];
-    chunk_begin(t);
-    for (int64_t block = t.first(0) / CHUNK_KEYS * CHUNK_KEYS; block <= last; block += CHUNK_KEYS) {
+template <class Task> void attend_task(Task task) {
+    const int64_t rows = task.end - task.begin, last = task.position[rows - 1];
+    for (int64_t block = task.first(0) / CHUNK_KEYS * CHUNK_KEYS; block <= last; block += CHUNK_KEYS) {
         const int64_t count = last + 1 - block < CHUNK_KEYS ? last + 1 - block : CHUNK_KEYS;
-        chunk_unpack<U, E>(t, block, count, arrange);
+        task.unpack(block, count);
         // All scores, then all values: one after the other stays in the first cache.
         for (int64_t i = 0; i < rows; i += ROWS)
-            if (t.meets(i, block)) score_block<U>(t, i, block, count);
+            if (task.meets(i, block)) task.score(i, block, count);
         for (int64_t i = 0; i < rows; i += ROWS)
-            if (t.meets(i, block)) mix_block<U>(t, i, block, count);
+            if (task.meets(i, block)) task.mix(i, block, count);
     }
-    chunk_end(t);
+    task.finish();
 }
 
 template <class U, ArrangeFn ARRANGE>
 void attend_chunk(const ChunkCall& call, int64_t kv_head, int64_t begin, int64_t end, float* scratch) {
-    ChunkTask task(call, kv_head, begin, end, scratch);
     if (call.halves)
-        attend_rows_of<U, uint16_t>(task, ARRANGE);
+        attend_task(FloatChunk<U, uint16_t, ARRANGE>(call, kv_head, begin, end, scratch));
     else
-        attend_rows_of<U, float>(task, ARRANGE);
+        attend_task(FloatChunk<U, float, ARRANGE>(call, kv_head, begin, end, scratch));
 }
 
 template <class U, class E> inline void store_heads(const ChunkCall& call, int64_t token) {

@@ -1,6 +1,6 @@
 // The unit for AVX-512 with VNNI. Weights are unpacked into registers once and multiplied with up to eight tokens
 // (sixteen, where rows are interleaved), so decoding and prefill run the same additions in the same order.
-#include "attend_chunk.h"
+#include "attend_chunk16.h"
 #include "delta.h"
 #include "encode.h"
 #include "rows16.h"
@@ -495,43 +495,6 @@ constexpr Kernel KERNELS[] = {
 
 using DeltaVector = float __attribute__((vector_size(64)));
 
-struct AttendUnit {
-    using V = __m512;
-    static constexpr int64_t LANES = 16;
-    static LEAN_INLINE V at(const float* p) { return _mm512_loadu_ps(p); }
-    static LEAN_INLINE V at(const uint16_t* p) { return _mm512_cvtph_ps(load256(p)); }
-    static LEAN_INLINE void put(V x, uint16_t* p) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-    }
-    static LEAN_INLINE void put(V x, float* p) { _mm512_storeu_ps(p, x); }
-    static LEAN_INLINE V all(float x) { return _mm512_set1_ps(x); }
-    static LEAN_INLINE V most(V a, V b) { return _mm512_max_ps(a, b); }
-    static LEAN_INLINE V times_power(V x, V shifted) {
-        const __m512i power = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
-        return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(power, 23)));
-    }
-    static LEAN_INLINE float highest(V x) { return _mm512_reduce_max_ps(x); }
-    static LEAN_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-    static LEAN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-    static LEAN_INLINE V pairs(V a, V b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
-    // Each 128 bits hold what theirs of a, b, c and d add up to.
-    static LEAN_INLINE V fours(V a, V b, V c, V d) {
-        const __m512d ab = _mm512_castps_pd(pairs(a, b)), cd = _mm512_castps_pd(pairs(c, d));
-        return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    }
-    template <int N> static LEAN_INLINE void sums(const V (&acc)[N], float* out) {
-        if constexpr (N == 8) {
-            const V a = fours(acc[0], acc[1], acc[2], acc[3]), b = fours(acc[4], acc[5], acc[6], acc[7]);
-            const V half = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-            const V both = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
-            _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_shuffle_f32x4(both, both, 0xd8)));
-        } else {
-            for (int n = 0; n < N; ++n) out[n] = _mm512_reduce_add_ps(acc[n]);
-        }
-    }
-};
-
 constexpr KernelTable TABLE = {
     "avx512",
     {copy_floats<ACT_F32>, copy_f16, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<BIAS>,
@@ -546,7 +509,7 @@ constexpr KernelTable TABLE = {
     delta<DeltaVector, 2>,
     attend<AttendUnit>,
     store_chunk<AttendUnit>,
-    attend_chunk<AttendUnit, arrange_16x16>,
+    attend_chunk16,
 };
 
 }  // namespace

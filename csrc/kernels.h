@@ -144,7 +144,7 @@ struct ChunkCall {
 constexpr int64_t CHUNK_TILE = 6;   // rows (heads of tokens) that are multiplied at once
 constexpr int64_t CHUNK_KEYS = 64;  // of one block
 
-// The floats that a task of `rows` rows, whole tiles, works in.
+// The floats that a task of `rows` rows, whole tiles, works in at most.
 constexpr int64_t chunk_scratch(int64_t rows, int64_t dim) {
     return 2 * CHUNK_KEYS * dim + rows * (2 * dim + CHUNK_KEYS + 20);
 }

@@ -5,6 +5,8 @@
 #include "quantize.h"
 
 #define LEAN_INLINE inline __attribute__((always_inline))
+#define LEAN_ALWAYS __attribute__((always_inline))  // of a lambda
+#define LEAN_APART __attribute__((noinline))      // of a function that wants all registers
 
 namespace lean {
 namespace {
