@@ -34,8 +34,7 @@ struct Weights256 {
     __m512i scale[2];  // int16, arranged as packs() leaves the dot products of w[0], w[1] and of w[2], w[3]
     __m256i offset;    // int16 per 16 elements: what a byte's zero point adds, times the scale, negated
     __m512 d;
-    __m512 min;        // float per 32 elements (Q4_K, Q5_K)
-    __m256i min16;     // int16 per 16 elements (Q2_K)
+    __m256i min;       // int16 per 16 elements
     __m512 dmin;
 };
 
@@ -52,7 +51,7 @@ template <int RUN> LEAN_INLINE void arrange_scales(__m256i scale16, Weights256& 
 #undef LEAN_QUARTER
 }
 
-enum Extra { NONE, OFFSET, MIN32, MIN16 };
+enum Extra { NONE, OFFSET, MIN };
 
 template <Extra EXTRA>
 LEAN_INLINE __m512 step_256(const Weights256& u, const ActGroup* group, const float* act_scale, __m512 acc) {
@@ -67,9 +66,8 @@ LEAN_INLINE __m512 step_256(const Weights256& u, const ActGroup* group, const fl
     sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, u.scale[0], a), u.scale[1], b);
     const __m512 d = _mm512_set1_ps(*act_scale);
     acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(u.d, d), acc);
-    if (EXTRA == MIN32) acc = _mm512_fnmadd_ps(u.min, _mm512_zextps256_ps512(_mm256_loadu_ps(group->s)), acc);
-    if (EXTRA == MIN16) {
-        const __m256i mins = _mm256_dpwssd_epi32(_mm256_setzero_si256(), u.min16, load256(group->sums));
+    if (EXTRA == MIN) {
+        const __m256i mins = _mm256_dpwssd_epi32(_mm256_setzero_si256(), u.min, load256(group->sums));
         acc = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(_mm512_zextsi256_si512(mins)), _mm512_mul_ps(u.dmin, d), acc);
     }
     return acc;
@@ -83,14 +81,14 @@ LEAN_INLINE void header_k4(const uint8_t* p, Weights256& u) {
     arrange_scales<32>(_mm256_cvtepu8_epi16(both), u);
     const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(load_u32(p))));
     u.d = _mm512_broadcastss_ps(d);
-    const __m256 dmin = _mm256_broadcastss_ps(_mm_movehdup_ps(d));
-    const __m256i minima = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(both, both));
-    u.min = _mm512_zextps256_ps512(_mm256_mul_ps(_mm256_cvtepi32_ps(minima), dmin));
+    u.dmin = _mm512_broadcastss_ps(_mm_movehdup_ps(d));
+    const __m128i minima = _mm_unpackhi_epi64(both, both);
+    u.min = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(minima, minima));  // each for both halves of its 32 elements
 }
 
 template <> struct Unit256<Q4_K> {
     static constexpr int bytes = 144;
-    static constexpr Extra extra = MIN32;
+    static constexpr Extra extra = MIN;
     static LEAN_INLINE void load(const uint8_t* p, Weights256& u) {
         header_k4(p, u);
         const __m512i counts = halves(0, 4), mask = bytes512(15);
@@ -102,7 +100,7 @@ template <> struct Unit256<Q4_K> {
 
 template <> struct Unit256<Q5_K> {
     static constexpr int bytes = 176;
-    static constexpr Extra extra = MIN32;
+    static constexpr Extra extra = MIN;
     static LEAN_INLINE void load(const uint8_t* p, Weights256& u) {
         header_k4(p, u);
         const __m512i high = twice(p + 16), counts = halves(0, 4), mask = bytes512(15), bit = bytes512(16);
@@ -155,11 +153,11 @@ template <> struct Unit256<Q3_K> {
 
 template <> struct Unit256<Q2_K> {
     static constexpr int bytes = 84;
-    static constexpr Extra extra = MIN16;
+    static constexpr Extra extra = MIN;
     static LEAN_INLINE void load(const uint8_t* p, Weights256& u) {
         const __m128i head = load128(p), mask4 = _mm_set1_epi8(15);
         arrange_scales<16>(_mm256_cvtepu8_epi16(_mm_and_si128(head, mask4)), u);
-        u.min16 = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi32(head, 4), mask4));
+        u.min = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi32(head, 4), mask4));
         u.d = scale512(p + 80);
         u.dmin = scale512(p + 82);
         const __m512i mask = bytes512(3);

@@ -27,6 +27,7 @@ namespace {
 constexpr int64_t ROW_STEP = 16;  // every layout's rows divide it
 constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
 constexpr int64_t MIN_WAVE = 256;                  // pairs
+constexpr size_t PANEL_BYTES = size_t{1} << 19;    // of rounded activations
 
 const Kernel* look_up(const KernelTable& table, int32_t qtype, Layout layout) {
     for (int32_t i = 0; i < table.kernel_count; ++i)
@@ -50,6 +51,12 @@ float float_at(const uint8_t* p) {
 int64_t chunk_rows(int64_t rows, int threads) {
     const int64_t even = rows / (threads * 8);
     return std::clamp<int64_t>(even / ROW_STEP * ROW_STEP, ROW_STEP, ROW_CHUNK);
+}
+
+// Tokens that a run of tasks shares: as many as leave room for weights in a core's second cache.
+int64_t panel_tokens(size_t stride, int64_t tokens) {
+    const auto most = static_cast<int64_t>(PANEL_BYTES / stride) / TILE * TILE;
+    return std::min(std::max<int64_t>(most, TILE), tokens);
 }
 
 using TileBuffer = float[TILE][ROW_CHUNK];
@@ -88,13 +95,14 @@ void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* 
         }
 }
 
-// Rows [begin, end) of a product with `tokens` activation rows, act(t), each stored from begin on in its row out(t).
+// Rows [begin, end) of a product with the activation rows act(t) of tokens [first, last), each stored from begin on in
+// its row out(t).
 template <class ActOf, class OutOf>
-void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t tokens, ActOf&& act, OutOf&& out) {
+void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t first, int64_t last, ActOf&& act, OutOf&& out) {
     TileBuffer tile;
     const uint8_t* rows[TILE];
-    for (int64_t first = 0; first < tokens; first += TILE) {
-        const int n = static_cast<int>(std::min<int64_t>(TILE, tokens - first));
+    for (; first < last; first += TILE) {
+        const int n = static_cast<int>(std::min<int64_t>(TILE, last - first));
         for (int t = 0; t < n; ++t) rows[t] = act(first + t);
         multiply_tile(w, begin, end, rows, n, tile);
         for (int t = 0; t < n; ++t)
@@ -243,11 +251,14 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const
     });
     const int64_t chunk = chunk_rows(count * matrix.rows, pool_->threads());
     const int64_t chunks = (matrix.rows + chunk - 1) / chunk;
-    pool_->parallel_for(count * chunks, [&](int64_t task) {
+    const int64_t panel = panel_tokens(stride * static_cast<size_t>(count), tokens);
+    const int64_t panels = (tokens + panel - 1) / panel;
+    pool_->parallel_for(panels * count * chunks, [&](int64_t i) {
+        const int64_t first = i / (count * chunks) * panel, task = i % (count * chunks);
         const int64_t which = task / chunks, begin = task % chunks * chunk, end = std::min(begin + chunk, matrix.rows);
         const int64_t above = which * matrix.rows;
         multiply_rows(
-            op, above + begin, above + end, tokens,
+            op, above + begin, above + end, first, std::min(first + panel, tokens),
             [&](int64_t t) { return act + static_cast<size_t>(t * count + which) * stride; },
             [&](int64_t t) { return out + t * count * matrix.rows; });
     });
@@ -288,13 +299,17 @@ void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x,
     std::vector<int64_t> ends;  // of each operand's tasks
     for (const GroupMatrix& each : group)
         ends.push_back((ends.empty() ? 0 : ends.back()) + (each.matrix.rows + chunk - 1) / chunk);
-    pool_->parallel_for(ends.back(), [&](int64_t task) {
+    const int64_t panel = panel_tokens(bytes / static_cast<size_t>(tokens), tokens);
+    const int64_t panels = (tokens + panel - 1) / panel;
+    pool_->parallel_for(panels * ends.back(), [&](int64_t each) {
+        const int64_t first = each / ends.back() * panel, task = each % ends.back();
         const size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
         const int64_t rows = group[i].matrix.rows, begin = (task - (i == 0 ? 0 : ends[i - 1])) * chunk;
         const int64_t end = std::min(begin + chunk, rows);
         const size_t stride = act_stride(operands[i].kernel->partner, cols);
         multiply_rows(
-            operands[i], begin, end, tokens, [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
+            operands[i], begin, end, first, std::min(first + panel, tokens),
+            [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
             [&](int64_t t) { return out[i] + t * rows; });
     });
 }
@@ -382,7 +397,7 @@ void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* part
         const Part& part = parts[task / model_chunks];
         const int64_t begin = task % model_chunks * model_chunk, end = std::min(begin + model_chunk, model);
         multiply_rows(
-            operand(table, part.slot, plan.down), begin, end, part.count,
+            operand(table, part.slot, plan.down), begin, end, 0, part.count,
             [&](int64_t i) { return hidden_act + stride * static_cast<size_t>(part.hidden + i); },
             [&](int64_t i) { return call.out + call.dest[part.first + i] * model; });
     });

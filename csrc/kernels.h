@@ -26,15 +26,18 @@ enum Partner : int32_t { ACT_F32, ACT_F16, ACT_BF16, ACT_Q8_K, ACT_Q8_0, ACT_Q8_
 // elements, the last one padded with zeros; a Q8_K row has its scales behind the groups. Float partners hold
 // the rounded values as float32, padded with zeros to whole groups.
 struct ActGroup {
-    uint8_t q[256];      // int8, or int8 + 128 where the unit multiplies biased activations
-    float s[8];          // per 32 elements: scale * sum(q)   (Q8_1: rounded to half)
+    uint8_t q[256];  // int8, or int8 + 128 where the unit multiplies biased activations
     union {
         int16_t sums[16];  // Q8_K: sum(q) per 16 elements
         float d[8];        // Q8_0, Q8_1: scale per 32 elements
     };
+    union {
+        int16_t sums32[8];  // Q8_K: sum(q) per 32 elements
+        float s[8];         // Q8_1: scale * sum(q) per 32 elements, rounded to half
+    };
 };
 constexpr int64_t GROUP = 256;
-constexpr int TILE = 32;           // activation rows that one call of a product takes at most
+constexpr int TILE = 64;           // activation rows that one call of a product takes at most
 constexpr int64_t ROW_CHUNK = 64;  // weight rows of one task at most
 
 constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; }

@@ -49,7 +49,6 @@ inline void quantize_q8_k(const float* x, int64_t cols, uint8_t* act) {
         if (amax == 0 || amax >= INF_BITS) {
             memset(group, 0, sizeof(ActGroup));
             scale[g] = amax == 0 ? 0.0f : bits_float(0x7fc00000);
-            for (float& s : group->s) s = scale[g];
             continue;
         }
         // The sign of the largest element only flips q and the scale together, so any of several largest will do.
@@ -61,7 +60,7 @@ inline void quantize_q8_k(const float* x, int64_t cols, uint8_t* act) {
         round_to_int8(x, GROUP, factor, 0, group->q);
         for (int j = 0; j < 16; ++j) group->sums[j] = static_cast<int16_t>(sum_int8(group->q + 16 * j, 16));
         for (int j = 0; j < 8; ++j)
-            group->s[j] = d * static_cast<float>(group->sums[2 * j] + group->sums[2 * j + 1]);
+            group->sums32[j] = static_cast<int16_t>(group->sums[2 * j] + group->sums[2 * j + 1]);
         scale[g] = d;
     }
 }

@@ -87,6 +87,24 @@ inline void arrange_16x16(const StripFormat& format, int64_t blocks, const uint8
     }
 }
 
+// body(count, t) for runs of 16, 8, 4, 2 and 1 tokens from t on that make n.
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+template <class F> LEAN_INLINE void for_tokens(int n, F&& body) {
+    int t = 0;
+    for (; n - t >= 16; t += 16) body(Count<16>(), t);
+    const auto rest = [&](auto count) {
+        if (((n - t) & count.value) == 0) return;
+        body(count, t);
+        t += count.value;
+    };
+    rest(Count<8>());
+    rest(Count<4>());
+    rest(Count<2>());
+    rest(Count<1>());
+}
+
 // ---- the products of words with activations ------------------------------------------------------------------------
 
 // dot + unsigned bytes of `w` times four signed bytes at p. Written out because GCC 12 loads the broadcast into a
@@ -239,28 +257,64 @@ template <int N> LEAN_INLINE void offsets(const __m512i* scale, const ActGroup* 
                               _mm512_broadcast_i32x4(_mm_set_epi32(0x0f800e80, 0x0b800a80, 0x07800680, 0x03800280))};
     __m512i wide[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) wide[i] = _mm512_srai_epi16(_mm512_shuffle_epi8(scale[i / 2], pairs[i % 2]), 8);
+    for (int i = 0; i < 8; ++i)  // a signed byte in the upper half of its word, so that it is 256 times itself
+        wide[i] = _mm512_sub_epi16(_mm512_setzero_si512(),
+                                   _mm512_srai_epi16(_mm512_shuffle_epi8(scale[i / 2], pairs[i % 2]), 3));
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         __m512i sum = _mm512_setzero_si512();
         const auto* of_16 = reinterpret_cast<const uint8_t*>(group[t]->sums);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) sum = _mm512_dpwssd_epi32(sum, wide[i], broadcast4(of_16 + 4 * i));
-        sums[t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(-32.0f));
+        sums[t] = _mm512_cvtepi32_ps(sum);
     }
 }
 
-// acc[t] -= dmin * sum of minimum * (scaled sum of the activations)
-template <int N> LEAN_INLINE void minima(const HeadK4& head, const ActGroup* const* group, __m512* acc) {
-    __m512 min[8];
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) min[j] = byte_float(head.min[j / 4], j % 4);
+// sums[t] = sum of minimum * (sum of the activations)
+template <int N> LEAN_INLINE void minima(const __m512i* min, const ActGroup* const* group, __m512i* sums) {
+    const __m512i pairs[2] = {_mm512_broadcast_i32x4(_mm_set_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000)),
+                              _mm512_broadcast_i32x4(_mm_set_epi32(0x800f800e, 0x800b800a, 0x80078006, 0x80038002))};
+    __m512i wide[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) wide[i] = _mm512_shuffle_epi8(min[i / 2], pairs[i % 2]);
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
-        __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) sum = _mm512_fmadd_ps(min[j], _mm512_set1_ps(group[t]->s[j]), sum);
-        acc[t] = _mm512_fnmadd_ps(head.dmin, sum, acc[t]);
+        sums[t] = _mm512_setzero_si512();
+        const auto* of_32 = reinterpret_cast<const uint8_t*>(group[t]->sums32);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) sums[t] = _mm512_dpwssd_epi32(sums[t], wide[i], broadcast4(of_32 + 4 * i));
+    }
+}
+
+// acc[t] += what block g of a strip, whose words are S's at `p`, adds for N tokens.
+template <class S, int N>
+LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGroup* const* row, int64_t groups,
+                           __m512* acc) {
+    const ActGroup* group[N];
+    __m512 sums[N];
+    __m512i less[N];
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) group[t] = row[t] + g;
+    if constexpr (S::zero == Zero::OFFSET) {
+        offsets<N>(s.head.scale, group, sums);
+    } else {
+        minima<N>(s.head.min, group, less);
+#pragma GCC unroll 16
+        for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_ps();
+    }
+    step_256<S, 0, N>(s, p, group, sums);
+    step_256<S, 1, N>(s, p, group, sums);
+    step_256<S, 2, N>(s, p, group, sums);
+    step_256<S, 3, N>(s, p, group, sums);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) {
+        __m512 sum;
+        if constexpr (S::zero == Zero::OFFSET)
+            sum = _mm512_mul_ps(s.head.d, sums[t]);
+        else
+            sum = _mm512_fmsub_ps(s.head.d, sums[t], _mm512_mul_ps(s.head.dmin, _mm512_cvtepi32_ps(less[t])));
+        const float scale = reinterpret_cast<const float*>(row[t] + groups)[g];
+        acc[t] = _mm512_fmadd_ps(sum, _mm512_set1_ps(scale), acc[t]);
     }
 }
 
@@ -269,39 +323,83 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
     using S = Strip256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* rest = w + groups * S::words * 64;
-    const ActGroup* group[N];
-    const float* act_scale[N];
+    const ActGroup* row[N];
     __m512 acc[N];
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
-        group[t] = reinterpret_cast<const ActGroup*>(act[t]);
-        act_scale[t] = reinterpret_cast<const float*>(group[t] + groups);
+        row[t] = reinterpret_cast<const ActGroup*>(act[t]);
         acc[t] = _mm512_setzero_ps();
     }
     for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
         prefetch_strip<S::words * 64>(w);
         S s;
         s.read(w, rest);
-        __m512 sums[N];
-        if constexpr (S::zero == Zero::OFFSET) {
-            offsets<N>(s.head.scale, group, sums);
-        } else {
-            minima<N>(s.head, group, acc);
-#pragma GCC unroll 16
-            for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_ps();
-        }
-        step_256<S, 0, N>(s, w, group, sums);
-        step_256<S, 1, N>(s, w, group, sums);
-        step_256<S, 2, N>(s, w, group, sums);
-        step_256<S, 3, N>(s, w, group, sums);
-#pragma GCC unroll 16
-        for (int t = 0; t < N; ++t) {
-            acc[t] = _mm512_fmadd_ps(sums[t], _mm512_mul_ps(s.head.d, _mm512_set1_ps(act_scale[t][g])), acc[t]);
-            ++group[t];
-        }
+        block_256<S, N>(s, w, g, row, groups, acc);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
+}
+
+// A block unpacked, for more tokens than the registers have sums for.
+template <class S> struct Ready256 {
+    static constexpr int subs = S::subs;
+    static constexpr Zero zero = S::zero;
+    static constexpr int first(int step, int sub) { return S::first(step, sub); }
+    alignas(64) uint8_t words[64 * 64];
+    __m512 scales[4 * subs];
+    decltype(S::head) head;
+
+    template <int STEP> LEAN_INLINE void unpack_step(const S& s, const uint8_t* p) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) _mm512_store_si512(words + 64 * (16 * STEP + i), S::template word<STEP>(p, i));
+#pragma GCC unroll 4
+        for (int sub = 0; sub < subs; ++sub) scales[STEP * subs + sub] = s.template scale<STEP>(sub);
+    }
+    LEAN_INLINE void unpack(const S& s, const uint8_t* p) {
+        head = s.head;
+        unpack_step<0>(s, p);
+        unpack_step<1>(s, p);
+        unpack_step<2>(s, p);
+        unpack_step<3>(s, p);
+    }
+    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) { return load512(p + 64 * (16 * STEP + i)); }
+    template <int STEP> LEAN_INLINE __m512 scale(int sub) const { return scales[STEP * subs + sub]; }
+};
+
+// A block's sums for N tokens, from and to memory.
+template <class S, int N>
+__attribute__((noinline)) void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* const* act, int64_t groups, float* sums) {
+    const ActGroup* row[N];
+    __m512 acc[N];
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) {
+        row[t] = reinterpret_cast<const ActGroup*>(act[t]);
+        acc[t] = _mm512_load_ps(sums + STRIP * t);
+    }
+    block_256<Ready256<S>, N>(s, s.words, g, row, groups, acc);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) _mm512_store_ps(sums + STRIP * t, acc[t]);
+}
+
+// As strip_256 for any number of tokens up to TILE: each block is unpacked once.
+template <int TYPE>
+void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out, int64_t stride) {
+    using S = Strip256<TYPE>;
+    const int64_t groups = cols / GROUP;
+    const uint8_t* rest = w + groups * S::words * 64;
+    alignas(64) float sums[TILE * STRIP];
+    memset(sums, 0, static_cast<size_t>(n * STRIP) * sizeof(float));
+    Ready256<S> ready;
+    for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
+        prefetch_strip<S::words * 64>(w);
+        S s;
+        s.read(w, rest);
+        ready.unpack(s, w);
+        for_tokens(n, [&](auto count, int t) {
+            ready_block<S, count.value>(ready, g, act + t, groups, sums + STRIP * t);
+        });
+    }
+    for (int t = 0; t < n; ++t) _mm512_storeu_ps(out + t * stride, _mm512_load_ps(sums + STRIP * t));
 }
 
 // ---- blocks of 32 elements, Q8_0 and Q8_1 activations -------------------------------------------------------------
@@ -481,21 +579,13 @@ template <int TYPE>
 void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
                 int64_t stride) {
     for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), out += STRIP) {
-        int t = 0;
-        for (; n - t >= 16; t += 16) strip<TYPE, 16>(w, cols, act + t, out + t * stride, stride);
-        if ((n - t) & 8) {
-            strip<TYPE, 8>(w, cols, act + t, out + t * stride, stride);
-            t += 8;
+        if constexpr (Block<TYPE>::size == 256) {
+            if (n > 16) {
+                strip_256_many<TYPE>(w, cols, act, n, out, stride);
+                continue;
+            }
         }
-        if ((n - t) & 4) {
-            strip<TYPE, 4>(w, cols, act + t, out + t * stride, stride);
-            t += 4;
-        }
-        if ((n - t) & 2) {
-            strip<TYPE, 2>(w, cols, act + t, out + t * stride, stride);
-            t += 2;
-        }
-        if ((n - t) & 1) strip<TYPE, 1>(w, cols, act + t, out + t * stride, stride);
+        for_tokens(n, [&](auto count, int t) { strip<TYPE, count.value>(w, cols, act + t, out + t * stride, stride); });
     }
 }
 
