@@ -43,6 +43,7 @@ class Acquire(Iterator[list[Lease]]):
         "error",
         "held",
         "layer",
+        "next_layer",
         "phase",
         "reading",
         "ready",
@@ -58,6 +59,7 @@ class Acquire(Iterator[list[Lease]]):
         self.reading: list[Slot] = []  # pinned, on their way
         self.ready: list[Slot] = []  # pinned, to be handed out
         self.held: Sequence[Slot] = ()  # pinned, handed out
+        self.next_layer: int | None = None  # which is to be read when nothing is deferred
         self.error: Exception | None = None
         self.ended = False  # holds nothing, and never will again
 

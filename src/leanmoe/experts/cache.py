@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy.typing as npt
@@ -42,6 +43,7 @@ from leanmoe.experts.slots import SlotClass, SlotPlan
 from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
+from leanmoe.experts.sweep import LEAST_SHARE, Sweep
 from leanmoe.kernels import Arrangement, ResidentExperts
 
 __all__ = ["Acquire", "ExpertCache"]
@@ -83,6 +85,10 @@ class ExpertCache:
         self._counters = Counters(layer for c in plan.classes for layer in c.layers)
         largest = max((c.size for c in plan.classes), default=0)
         self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
+        self._sweep = Sweep(2 * readers.count)
+        # By layer, the one after it, where guesses may have slots enough to be worth it.
+        large = {layer for c in plan.classes for layer in c.layers if c.slots >= _GUESS_SHARE * c.floor}
+        self._sweepable = {a: b for a, b in pairwise(sorted(self._experts)) if b in large}
         arena, start = device.allocate(plan.slot_bytes), 0
         # Where nothing is ever evicted, kernels may look for themselves.
         self._residents: dict[int, ResidentExperts] = {}
@@ -125,10 +131,14 @@ class ExpertCache:
             hits, joined = len(acquire.ready), len(acquire.reading)
             if not shelf.roomy:
                 shelf.policy.on_use(keys, phase)
-            if self._guesses and phase is Phase.DECODE:
+            sweeping = phase is Phase.PREFILL and len(keys) >= LEAST_SHARE * self._experts[layer]
+            if sweeping:
+                acquire.next_layer = self._sweepable.get(layer)
+            elif phase is Phase.DECODE:
+                self._sweep.stop()
+            if self._guesses and (sweeping or phase is Phase.DECODE):
                 self._guesses.visited(layer)
-            if acquire.deferred:
-                self._start_reads(acquire)
+            self._start_reads(acquire)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)
         return acquire
 
@@ -153,10 +163,7 @@ class ExpertCache:
             if slot is None:
                 self._counters.ahead(key[0]).dropped += 1
                 return False
-            self._guesses.begin(slot)
-        if self._read(slot) is None:
-            with self._lock:
-                self._counters.ahead(key[0]).read_bytes += slot.nbytes
+        self._read_guess(slot)
         return True
 
     def drop_ahead(self, layer: int, count: int) -> None:
@@ -280,6 +287,21 @@ class ExpertCache:
             self._promise(slot, acquire)
         if reads:
             self._readers.submit(reads)
+        if acquire.next_layer is not None and not acquire.deferred:
+            layer, acquire.next_layer = acquire.next_layer, None
+            self._sweep.aim((layer, expert) for expert in range(self._experts[layer]))
+            self._go_on_sweeping()
+
+    def _go_on_sweeping(self) -> None:
+        """Queues reads for the layer after the one that a prompt computes, behind those it waits for."""
+        while (key := self._sweep.next()) is not None:
+            if key in self._resident:
+                self._sweep.ended()
+            elif slot := self._claim_ahead(key):
+                self._readers.submit([partial(self._read_swept, slot)])
+            else:  # guesses have all the slots that they may have
+                self._sweep.ended()
+                self._sweep.stop()
 
     def _promise(self, slot: Slot, acquire: Acquire) -> None:
         slot.pins += 1
@@ -313,15 +335,16 @@ class ExpertCache:
         if not self._guesses.room_for(shelf.facts.size):
             victim = self._guesses.stale(lambda k: k[0] in shelf.facts.layers)
         elif shelf.free:
-            slot = shelf.free.pop()
-            self._give(slot, key, Phase.PRELOAD)
-            return slot
+            return self._guess(shelf.free.pop(), key)
         else:
             victim = shelf.policy.victim(key, Phase.DECODE, self._awaited)
         if victim is None:
             return None
-        slot = self._evict(victim)
+        return self._guess(self._evict(victim), key)
+
+    def _guess(self, slot: Slot, key: Key) -> Slot:
         self._give(slot, key, Phase.PRELOAD)
+        self._guesses.begin(slot)
         return slot
 
     def _awaited(self, key: Key) -> bool:
@@ -394,6 +417,19 @@ class ExpertCache:
                     acquire.error = error
             self._changed.notify_all()
         return error
+
+    def _read_guess(self, slot: Slot) -> None:
+        """In a reader thread: as `_read`. A failure is nobody's yet; whoever asks will meet it."""
+        if self._read(slot) is None:
+            with self._lock:
+                self._counters.ahead(slot.layer).read_bytes += slot.nbytes
+
+    def _read_swept(self, slot: Slot) -> None:
+        self._read_guess(slot)
+        with self._lock:
+            self._sweep.ended()
+            if not self._closed:
+                self._go_on_sweeping()
 
     def _fill(self, key: Key, buffer: memoryview) -> None:
         self._store.read_into(key, buffer, self._arrangements[key[0]])
