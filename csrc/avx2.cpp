@@ -149,7 +149,7 @@ template <> struct Unit256<IQ4_XS> {
 };
 
 template <int TYPE, int N>
-LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     using Unit = Unit256<TYPE>;
     const int64_t groups = cols / GROUP;
     __m256 acc[N];
@@ -188,7 +188,7 @@ LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* a
         }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(acc[t]);
 }
 
 // ---- 32-element blocks, Q8_0 and Q8_1 activations -------------------------------------------------------------
@@ -242,7 +242,7 @@ template <int TYPE> LEAN_INLINE float scale_32(const uint8_t* p) {
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     __m256 acc[N];
     float minimum[N];
 #pragma GCC unroll 4
@@ -267,7 +267,7 @@ LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* ac
         }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]) + minimum[t];
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(acc[t]) + minimum[t];
 }
 
 // ---- floats -----------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ LEAN_INLINE void add_floats(const uint8_t* p, const uint8_t* const* act, int64_t
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     constexpr int64_t size = TYPE == F32 ? 4 : 2;
     __m256 acc[2][N];
 #pragma GCC unroll 4
@@ -308,20 +308,20 @@ LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const*
         add_floats<TYPE, N>(last, act, i, acc);
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(_mm256_add_ps(acc[0][t], acc[1][t]));
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(_mm256_add_ps(acc[0][t], acc[1][t]));
 }
 
 // ---- tables -----------------------------------------------------------------------------------------------
 
 struct Unit {
     template <int TYPE, int N>
-    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
         if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
-            row_float<TYPE, N>(w, cols, act, out, stride);
+            row_float<TYPE, N>(w, cols, act, out, at);
         else if constexpr (Block<TYPE>::size == 256)
-            row_256<TYPE, N>(w, cols, act, out, stride);
+            row_256<TYPE, N>(w, cols, act, out, at);
         else
-            row_32<TYPE, N>(w, cols, act, out, stride);
+            row_32<TYPE, N>(w, cols, act, out, at);
     }
 };
 

@@ -172,7 +172,7 @@ template <> struct Unit256<Q2_K> {
 LEAN_INLINE float sum_lanes(__m512 v) { return _mm512_reduce_add_ps(v); }
 
 template <int TYPE, int N>
-LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     using Unit = Unit256<TYPE>;
     const int64_t groups = cols / GROUP;
     const ActGroup* group[N];
@@ -192,13 +192,13 @@ LEAN_INLINE void row_256(const uint8_t* w, int64_t cols, const uint8_t* const* a
         for (int t = 0; t < N; ++t) acc[t] = step_256<Unit::extra>(u, group[t] + g, scale[t] + g, acc[t]);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(acc[t]);
 }
 
 // IQ4_XS: the values span a whole signed byte, so the dot products do not fit packs(); they are scaled as floats,
 // which hold them exactly.
 template <int N>
-LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     const int64_t groups = cols / GROUP;
     __m512 acc[N];
 #pragma GCC unroll 8
@@ -242,7 +242,7 @@ LEAN_INLINE void row_iq4_xs(const uint8_t* w, int64_t cols, const uint8_t* const
         }
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(acc[t]);
 }
 
 // ---- 32-element blocks, Q8_0 and Q8_1 activations: eight blocks at a time -------------------------------------
@@ -379,7 +379,7 @@ LEAN_INLINE void group_32(const uint8_t* w, const uint8_t* const* act, int64_t g
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     constexpr int64_t bytes = Block<TYPE>::bytes;
     const int64_t whole = cols / GROUP;
     __m512 acc[N];
@@ -395,7 +395,7 @@ LEAN_INLINE void row_32(const uint8_t* w, int64_t cols, const uint8_t* const* ac
         group_32<TYPE, N>(last, act, whole, acc);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(acc[t]);
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(acc[t]);
 }
 
 // ---- floats -----------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ template <int TYPE> LEAN_INLINE __m512 floats16(const uint8_t* p) {
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     constexpr int64_t size = TYPE == F32 ? 4 : 2;
     __m512 acc[2][N];
 #pragma GCC unroll 8
@@ -433,22 +433,22 @@ LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const*
         add(last);
     }
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t * stride] = sum_lanes(_mm512_add_ps(acc[0][t], acc[1][t]));
+    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(_mm512_add_ps(acc[0][t], acc[1][t]));
 }
 
 // ---- tables -----------------------------------------------------------------------------------------------
 
 struct Unit {
     template <int TYPE, int N>
-    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+    static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
         if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
-            row_float<TYPE, N>(w, cols, act, out, stride);
+            row_float<TYPE, N>(w, cols, act, out, at);
         else if constexpr (TYPE == IQ4_XS)
-            row_iq4_xs<N>(w, cols, act, out, stride);
+            row_iq4_xs<N>(w, cols, act, out, at);
         else if constexpr (Block<TYPE>::size == 256)
-            row_256<TYPE, N>(w, cols, act, out, stride);
+            row_256<TYPE, N>(w, cols, act, out, at);
         else
-            row_32<TYPE, N>(w, cols, act, out, stride);
+            row_32<TYPE, N>(w, cols, act, out, at);
     }
 };
 

@@ -59,8 +59,6 @@ int64_t panel_tokens(size_t stride, int64_t tokens) {
     return std::min(std::max<int64_t>(most, TILE), tokens);
 }
 
-using TileBuffer = float[TILE][ROW_CHUNK];
-
 // A weight matrix with what is applied to its product.
 struct Operand {
     const Kernel* kernel;
@@ -80,33 +78,36 @@ Operand operand(const KernelTable& table, const uint8_t* base, const ExpertMatri
             m.scale < 0 ? nullptr : base + m.scale};
 }
 
-// out[t][r - begin] for rows [begin, end) and n activation rows
-void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* const* act, int n, TileBuffer& out) {
-    w.kernel->dot(w.data + static_cast<size_t>(begin) * w.row_bytes, end - begin, w.cols, act, n, out[0], ROW_CHUNK);
+// Rows [begin, end) of a product with n <= TILE activation rows, each stored from at on in its row of `out`.
+void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* const* act, int n, float* const* out,
+                   int64_t at) {
+    w.kernel->dot(w.data + static_cast<size_t>(begin) * w.row_bytes, end - begin, w.cols, act, n, out, at);
     if (w.scale != nullptr) {
         const float scale = float_at(w.scale);
         for (int t = 0; t < n; ++t)
-            for (int64_t r = 0; r < end - begin; ++r) out[t][r] *= scale;
+            for (int64_t r = 0; r < end - begin; ++r) out[t][at + r] *= scale;
     }
     if (w.bias != nullptr)
         for (int64_t r = 0; r < end - begin; ++r) {
             const float bias = float_at(w.bias + 4 * (begin + r));
-            for (int t = 0; t < n; ++t) out[t][r] += bias;
+            for (int t = 0; t < n; ++t) out[t][at + r] += bias;
         }
 }
 
-// Rows [begin, end) of a product with the activation rows act(t) of tokens [first, last), each stored from begin on in
+// Rows [begin, end) of a product with the activation rows act(t) of tokens [first, last), each stored from `at` on in
 // its row out(t).
 template <class ActOf, class OutOf>
-void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t first, int64_t last, ActOf&& act, OutOf&& out) {
-    TileBuffer tile;
+void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t first, int64_t last, int64_t at, ActOf&& act,
+                   OutOf&& out) {
     const uint8_t* rows[TILE];
+    float* to[TILE];
     for (; first < last; first += TILE) {
         const int n = static_cast<int>(std::min<int64_t>(TILE, last - first));
-        for (int t = 0; t < n; ++t) rows[t] = act(first + t);
-        multiply_tile(w, begin, end, rows, n, tile);
-        for (int t = 0; t < n; ++t)
-            std::memcpy(out(first + t) + begin, tile[t], static_cast<size_t>(end - begin) * sizeof(float));
+        for (int t = 0; t < n; ++t) {
+            rows[t] = act(first + t);
+            to[t] = out(first + t);
+        }
+        multiply_tile(w, begin, end, rows, n, to, at);
     }
 }
 
@@ -258,7 +259,7 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const
         const int64_t which = task / chunks, begin = task % chunks * chunk, end = std::min(begin + chunk, matrix.rows);
         const int64_t above = which * matrix.rows;
         multiply_rows(
-            op, above + begin, above + end, first, std::min(first + panel, tokens),
+            op, above + begin, above + end, first, std::min(first + panel, tokens), above + begin,
             [&](int64_t t) { return act + static_cast<size_t>(t * count + which) * stride; },
             [&](int64_t t) { return out + t * count * matrix.rows; });
     });
@@ -308,7 +309,7 @@ void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x,
         const int64_t end = std::min(begin + chunk, rows);
         const size_t stride = act_stride(operands[i].kernel->partner, cols);
         multiply_rows(
-            operands[i], begin, end, first, std::min(first + panel, tokens),
+            operands[i], begin, end, first, std::min(first + panel, tokens), begin,
             [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
             [&](int64_t t) { return out[i] + t * rows; });
     });
@@ -367,20 +368,19 @@ void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* part
         const Part& part = parts[task / inner_chunks];
         const int64_t begin = task % inner_chunks * inner_chunk, end = std::min(begin + inner_chunk, inner);
         const Operand gate = operand(table, part.slot, plan.gate), up = operand(table, part.slot, plan.up);
-        TileBuffer gate_tile, up_tile;
+        float up_tile[TILE][ROW_CHUNK], *gate_to[TILE], *up_to[TILE];
         const uint8_t* rows[2][TILE];
         for (int64_t i = 0; i < part.count; i += TILE) {
             const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
-            for (int t = 0; t < n; ++t)
+            for (int t = 0; t < n; ++t) {
                 for (int p = 0; p < 2; ++p)
                     rows[p][t] = acts[p] + strides[p] * static_cast<size_t>(place[call.token[part.first + i + t]]);
-            multiply_tile(gate, begin, end, rows[0], n, gate_tile);
-            multiply_tile(up, begin, end, rows[1], n, up_tile);
-            for (int t = 0; t < n; ++t) {
-                table.glu(call.activation, gate_tile[t], up_tile[t], end - begin);
-                std::memcpy(hidden + (part.hidden + i + t) * inner + begin, gate_tile[t],
-                            static_cast<size_t>(end - begin) * sizeof(float));
+                gate_to[t] = hidden + (part.hidden + i + t) * inner;
+                up_to[t] = up_tile[t];
             }
+            multiply_tile(gate, begin, end, rows[0], n, gate_to, begin);
+            multiply_tile(up, begin, end, rows[1], n, up_to, 0);
+            for (int t = 0; t < n; ++t) table.glu(call.activation, gate_to[t] + begin, up_tile[t], end - begin);
         }
     });
 
@@ -397,7 +397,7 @@ void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* part
         const Part& part = parts[task / model_chunks];
         const int64_t begin = task % model_chunks * model_chunk, end = std::min(begin + model_chunk, model);
         multiply_rows(
-            operand(table, part.slot, plan.down), begin, end, 0, part.count,
+            operand(table, part.slot, plan.down), begin, end, 0, part.count, begin,
             [&](int64_t i) { return hidden_act + stride * static_cast<size_t>(part.hidden + i); },
             [&](int64_t i) { return call.out + call.dest[part.first + i] * model; });
     });

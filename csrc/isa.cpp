@@ -64,10 +64,11 @@ bool agrees_with_portable(const KernelTable& table) {
         }
         const uint8_t* row = act;
         float got[STRIP], want[STRIP];
+        float *const to_got = got, *const to_want = want;
         table.quantize[kernel.partner](x, cols, act);
-        kernel.dot(at, kernel.rows, cols, &row, 1, got, STRIP);
+        kernel.dot(at, kernel.rows, cols, &row, 1, &to_got, 0);
         portable_table().quantize[kernel.partner](x, cols, act);
-        reference->dot(w, kernel.rows, cols, &row, 1, want, STRIP);
+        reference->dot(w, kernel.rows, cols, &row, 1, &to_want, 0);
         for (int32_t r = 0; r < kernel.rows; ++r)
             if (!(std::fabs(got[r] - want[r]) <= 1e-3f * (std::fabs(want[r]) + 1e-6f))) return false;
     }

@@ -55,9 +55,9 @@ constexpr size_t act_stride(Partner partner, int64_t cols) {
 using QuantizeFn = void (*)(const float* x, int64_t cols, uint8_t* act);
 
 // Products of `rows` consecutive weight rows (of `cols` elements, starting at `w`) with n <= TILE activation
-// rows: out[t * stride + r]. The order of additions of one (row, token) pair depends on nothing else.
-using DotFn = void (*)(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
-                       int64_t stride);
+// rows: out[t][at + r]. The order of additions of one (row, token) pair depends on nothing else.
+using DotFn = void (*)(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out,
+                       int64_t at);
 
 struct Kernel {
     int32_t qtype;

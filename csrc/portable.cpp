@@ -74,8 +74,8 @@ template <int TYPE> void row_float(const uint8_t* w, int64_t cols, const uint8_t
     }
 }
 
-template <int TYPE> void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
-                             int64_t stride) {
+template <int TYPE> void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out,
+                             int64_t at) {
     float sums[TILE];
     for (int64_t r = 0; r < rows; ++r, w += row_bytes<TYPE>(cols)) {
         if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
@@ -84,7 +84,7 @@ template <int TYPE> void dot(const uint8_t* w, int64_t rows, int64_t cols, const
             row_256<TYPE>(w, cols, act, n, sums);
         else
             row_32<TYPE>(w, cols, act, n, sums);
-        for (int t = 0; t < n; ++t) out[t * stride + r] = sums[t];
+        for (int t = 0; t < n; ++t) out[t][at + r] = sums[t];
     }
 }
 

@@ -319,7 +319,7 @@ LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGro
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     using S = Strip256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* rest = w + groups * S::words * 64;
@@ -337,7 +337,7 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
         block_256<S, N>(s, w, g, row, groups, acc);
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
+    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out[t] + at, acc[t]);
 }
 
 // A block unpacked, for more tokens than the registers have sums for.
@@ -383,7 +383,7 @@ __attribute__((noinline)) void ready_block(const Ready256<S>& s, int64_t g, cons
 
 // As strip_256 for any number of tokens up to TILE: each block is unpacked once.
 template <int TYPE>
-void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* out, int64_t stride) {
+void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* const* out, int64_t at) {
     using S = Strip256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* rest = w + groups * S::words * 64;
@@ -399,7 +399,7 @@ void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, i
             ready_block<S, count.value>(ready, g, act + t, groups, sums + STRIP * t);
         });
     }
-    for (int t = 0; t < n; ++t) _mm512_storeu_ps(out + t * stride, _mm512_load_ps(sums + STRIP * t));
+    for (int t = 0; t < n; ++t) _mm512_storeu_ps(out[t] + at, _mm512_load_ps(sums + STRIP * t));
 }
 
 // ---- blocks of 32 elements, Q8_0 and Q8_1 activations -------------------------------------------------------------
@@ -540,7 +540,7 @@ LEAN_INLINE void block_32(const Block16& b, const ActGroup* const* group, int64_
 }
 
 template <int TYPE, int N>
-LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     using S = Strip32<TYPE>;
     const uint8_t* rest = w + cols / 32 * S::words * 64;
     const ActGroup* group[N];
@@ -562,30 +562,30 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
         for (int t = 0; t < N; ++t) ++group[t];
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out + t * stride, acc[t]);
+    for (int t = 0; t < N; ++t) _mm512_storeu_ps(out[t] + at, acc[t]);
 }
 
 // ---- strips ---------------------------------------------------------------------------------------------------------
 
 template <int TYPE, int N>
-LEAN_INLINE void strip(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* out, int64_t stride) {
+LEAN_INLINE void strip(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     if constexpr (Block<TYPE>::size == 256)
-        strip_256<TYPE, N>(w, cols, act, out, stride);
+        strip_256<TYPE, N>(w, cols, act, out, at);
     else
-        strip_32<TYPE, N>(w, cols, act, out, stride);
+        strip_32<TYPE, N>(w, cols, act, out, at);
 }
 
 template <int TYPE>
-void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out,
-                int64_t stride) {
-    for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), out += STRIP) {
+void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out,
+                int64_t at) {
+    for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), at += STRIP) {
         if constexpr (Block<TYPE>::size == 256) {
             if (n > 16) {
-                strip_256_many<TYPE>(w, cols, act, n, out, stride);
+                strip_256_many<TYPE>(w, cols, act, n, out, at);
                 continue;
             }
         }
-        for_tokens(n, [&](auto count, int t) { strip<TYPE, count.value>(w, cols, act + t, out + t * stride, stride); });
+        for_tokens(n, [&](auto count, int t) { strip<TYPE, count.value>(w, cols, act + t, out + t, at); });
     }
 }
 

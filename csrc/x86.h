@@ -45,30 +45,30 @@ LEAN_INLINE __m128i scales_q3(const uint8_t* p) {
 }
 
 template <class Unit, int TYPE, int N>
-LEAN_INLINE void dot_rows(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, float* out,
-                          int64_t stride) {
+LEAN_INLINE void dot_rows(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, float* const* out,
+                          int64_t at) {
     for (int64_t r = 0; r < rows; ++r, w += row_bytes<TYPE>(cols))
-        Unit::template row<TYPE, N>(w, cols, act, out + r, stride);
+        Unit::template row<TYPE, N>(w, cols, act, out, at + r);
 }
 
 // A unit's DotFn from its template for one row and N tokens, N a power of two up to WIDE.
 template <class Unit, int WIDE, int TYPE>
-void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* out, int64_t stride) {
+void dot(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out, int64_t at) {
     constexpr int64_t STEP = 8;  // rows that stay in the first cache while the tokens are gone through
     for (int64_t r = 0; r < rows; r += STEP, w += STEP * row_bytes<TYPE>(cols)) {
         const int64_t some = rows - r < STEP ? rows - r : STEP;
         int t = 0;
         for (; n - t >= WIDE; t += WIDE)
-            dot_rows<Unit, TYPE, WIDE>(w, some, cols, act + t, out + t * stride + r, stride);
+            dot_rows<Unit, TYPE, WIDE>(w, some, cols, act + t, out + t, at + r);
         if (WIDE > 4 && (n - t) & 4) {
-            dot_rows<Unit, TYPE, 4>(w, some, cols, act + t, out + t * stride + r, stride);
+            dot_rows<Unit, TYPE, 4>(w, some, cols, act + t, out + t, at + r);
             t += 4;
         }
         if ((n - t) & 2) {
-            dot_rows<Unit, TYPE, 2>(w, some, cols, act + t, out + t * stride + r, stride);
+            dot_rows<Unit, TYPE, 2>(w, some, cols, act + t, out + t, at + r);
             t += 2;
         }
-        if ((n - t) & 1) dot_rows<Unit, TYPE, 1>(w, some, cols, act + t, out + t * stride + r, stride);
+        if ((n - t) & 1) dot_rows<Unit, TYPE, 1>(w, some, cols, act + t, out + t, at + r);
     }
 }
 

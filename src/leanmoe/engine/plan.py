@@ -18,7 +18,7 @@ from leanmoe.pack import Manifest, is_expert_tensor
 from leanmoe.units import format_bytes
 
 DEFAULT_CONTEXT = 4096
-CHUNKS = (1024, 512, 256, 128, 64, 32)
+CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
 _RESIDENT_CHUNK = 512  # more is no faster where nothing is read
 _CHUNK_SHARE = 16  # scratch of a larger chunk may take one in this many of the bytes that slots could have
 
