@@ -194,18 +194,22 @@ class Forecast(Policy):
 
     def _find(self, longest: _Floats, pinned: Callable[[Key], bool]) -> Key | None:
         """The expert that is used last and not pinned, of layers with these `longest` waits, which are spoilt."""
-        others: dict[int, _Floats] = {}  # waits of layers where a pinned expert was met, without those
+        first: dict[int, int] = {}  # the expert with the longest wait that is not pinned, where others are
         while True:
             row = int(longest.argmax())
             if longest.item(row) == -math.inf:
                 return None
-            waits = others.get(row, self._wait[row])
-            expert = int(waits.argmax())
-            if not pinned(key := (self.slots.layers[row], expert)):
+            layer, waits = self.slots.layers[row], self._wait[row]
+            key = (layer, first[row] if row in first else int(waits.argmax()))
+            if row in first or not pinned(key):
                 return key
-            others[row] = waits = waits if row in others else waits.copy()
-            waits[expert] = -np.inf
-            longest[row] = waits.max() + self._distance[row]
+            longest[row] = -np.inf
+            for expert in (-waits).argsort(kind="stable").tolist():  # equal waits as argmax has them
+                if waits.item(expert) == -math.inf:
+                    break
+                if not pinned((layer, expert)):
+                    first[row], longest[row] = expert, waits.item(expert) + self._distance.item(row)
+                    break
 
     def _set_chance(self, row: int, chance: _Floats) -> None:
         self._chance[row] = chance

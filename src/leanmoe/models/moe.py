@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from leanmoe.experts.cache import Acquire
@@ -129,7 +131,7 @@ class _Visit:
     ) -> None:
         self._moe, self._phase, self._x, self._h = moe, phase, x, h
         self._routing, self._outputs = routing, outputs
-        self._rows: dict[int, list[int]] = {}
+        self._rows: dict[int, npt.NDArray[np.int64]] = {}
         self._groups: Acquire | None = None
 
     def tell(self, _: object) -> None:
@@ -154,10 +156,8 @@ class _Visit:
         with groups:
             for leases in groups:
                 mine = [self._rows[lease.expert] for lease in leases]
-                places = [place for each in mine for place in each]
-                token, dest = torch.tensor(
-                    [[place // k for place in places], places], dtype=torch.int32, device=device
-                )
+                places = np.concatenate(mine)
+                token, dest = torch.from_numpy(np.stack((places // k, places)).astype(np.int32)).to(device)
                 batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], token, dest)
                 moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation)
 
@@ -179,9 +179,10 @@ class DenseBesideMoE:
         return add(self.dense_norm(self.dense(x, phase, h)), routed)
 
 
-def _rows_by_expert(ids: torch.Tensor) -> dict[int, list[int]]:
+def _rows_by_expert(ids: torch.Tensor) -> dict[int, npt.NDArray[np.int64]]:
     """For ids [N, k], each expert's places in the flattened table; place i belongs to token i // k."""
-    rows: dict[int, list[int]] = {}
-    for place, expert in enumerate(ids.flatten().tolist()):
-        rows.setdefault(expert, []).append(place)
-    return rows
+    flat = ids.flatten().cpu().numpy()
+    order = flat.argsort(kind="stable")
+    begins = np.flatnonzero(np.diff(flat[order], prepend=-1)).tolist()
+    ends = [*begins[1:], len(order)]
+    return {int(flat[order[a]]): order[a:b] for a, b in zip(begins, ends, strict=True)}
