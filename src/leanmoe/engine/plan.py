@@ -19,8 +19,9 @@ from leanmoe.units import format_bytes
 
 DEFAULT_CONTEXT = 4096
 CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
-_RESIDENT_CHUNK = 512  # more is no faster where nothing is read
-_CHUNK_SHARE = 16  # scratch of a larger chunk may take one in this many of the bytes that slots could have
+_RESIDENT_CHUNK = 1024  # more is no faster where nothing is read
+_MODEST_CHUNK = 512
+_CHUNK_SHARE = 10  # scratch of a larger chunk may take one in this many of the bytes that slots could have
 
 # Beyond the process as it stands when planned: reader and compute threads, allocator slack, library pages
 # touched later, the kernel's own tables. On the demo model the peak is within 10 MiB of all that the plan names.
@@ -290,11 +291,15 @@ def _chunk(
 ) -> int:
     """Prompt tokens per pass, each of which reads all experts: the most whose scratch does not crowd out the slots."""
     both = list(zip(budgets, needs, strict=True))
+
+    def fits(chunk: int) -> bool:
+        return all(n.fits(b - scratch_bytes(spec, chunk, context, threads), cache) for b, n in both)
+
+    resident = fits(_MODEST_CHUNK)
     for chunk in CHUNKS:
-        scratch = scratch_bytes(spec, chunk, context, threads)
-        share = 1
-        if chunk > _RESIDENT_CHUNK:
-            if context <= _RESIDENT_CHUNK or all(n.fits(b - scratch, cache) for b, n in both):
+        scratch, share = scratch_bytes(spec, chunk, context, threads), 1
+        if chunk > _MODEST_CHUNK:
+            if context <= chunk // 2 or (resident and (chunk > _RESIDENT_CHUNK or not fits(chunk))):
                 continue
             share = _CHUNK_SHARE
         if all(b - n.floor(scratch) >= share * scratch for b, n in both):
