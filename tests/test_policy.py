@@ -96,6 +96,37 @@ def test_the_victim_is_the_one_that_is_used_last(kind):
             assert waits[victim] == pytest.approx(max(waits.values()))
 
 
+def test_the_search_for_a_victim_finds_what_sorting_all_finds():
+    """It passes over pinned experts a layer at a time; a step too far, and one that is needed sooner would leave.
+
+    With few picks many waits are equal: then the first layer goes first, and of a layer the first expert.
+    """
+    rng = np.random.default_rng(0)
+    keys = [(layer, expert) for layer in LAYERS for expert in range(EXPERTS)]
+    for _ in range(500):
+        policy = Frequency(slots(len(keys)))
+        resident = [key for key in keys if rng.random() < 0.7]
+        for key in resident:
+            policy.on_insert(key, Phase.DECODE)
+        for _ in range(rng.integers(8)):
+            layer = int(rng.choice(LAYERS))
+            policy.on_use([(layer, int(e)) for e in rng.choice(EXPERTS, 2, replace=False)], Phase.DECODE)
+        pinned = {key for key in resident if rng.random() < rng.choice([0, 0.3, 0.8, 1])}
+        longest = policy._longest + policy._distance
+        hidden = [row for row in range(len(LAYERS)) if rng.random() < 0.2]  # layers that keep their floor
+        longest[hidden] = -np.inf
+        waits = {
+            (layer, e): policy._wait[row, e] + policy._distance[row]
+            for row, layer in enumerate(LAYERS)
+            if row not in hidden
+            for e in range(EXPERTS)
+            if (layer, e) in resident and (layer, e) not in pinned
+        }
+        order = sorted(waits, key=lambda key: (-waits[key], key))
+        assert policy._find(longest, pinned.__contains__) == (order[0] if order else None)
+        assert policy.victim((0, 0), Phase.DECODE, lambda key: True) is None
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_a_prompt_leaves_what_decoding_uses(name):
     """After each prompt, decoding would begin with a cold cache."""

@@ -132,13 +132,13 @@ class ExpertCache:
             if not shelf.roomy:
                 shelf.policy.on_use(keys, phase)
             sweeping = phase is Phase.PREFILL and len(keys) >= LEAST_SHARE * self._experts[layer]
+            self._sweep.stop()  # whoever asks knows what it wants; a long prompt aims it anew
             if sweeping:
                 acquire.next_layer = self._sweepable.get(layer)
-            elif phase is Phase.DECODE:
-                self._sweep.stop()
             if self._guesses and (sweeping or phase is Phase.DECODE):
                 self._guesses.visited(layer)
-            self._start_reads(acquire)
+            if acquire.deferred or acquire.next_layer is not None:
+                self._start_reads(acquire)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)
         return acquire
 
@@ -293,13 +293,16 @@ class ExpertCache:
             self._go_on_sweeping()
 
     def _go_on_sweeping(self) -> None:
-        """Queues reads for the layer after the one that a prompt computes, behind those it waits for."""
+        """Queues reads for the layer after the one that a prompt computes, behind those it waits for.
+
+        Once the cache is closed it queues none.
+        """
         while (key := self._sweep.next()) is not None:
             if key in self._resident:
                 self._sweep.ended()
             elif slot := self._claim_ahead(key):
                 self._readers.submit([partial(self._read_swept, slot)])
-            else:  # guesses have all the slots that they may have
+            else:  # guesses have all the slots that they may have, or an acquire waits for one, or it is over
                 self._sweep.ended()
                 self._sweep.stop()
 
@@ -333,6 +336,8 @@ class ExpertCache:
         if self._closed or key in self._resident or shelf.starved:
             return None
         if not self._guesses.room_for(shelf.facts.size):
+            if shelf.roomy:  # nothing ever leaves it: kernels look for themselves
+                return None
             victim = self._guesses.stale(lambda k: k[0] in shelf.facts.layers)
         elif shelf.free:
             return self._guess(shelf.free.pop(), key)
@@ -420,16 +425,16 @@ class ExpertCache:
 
     def _read_guess(self, slot: Slot) -> None:
         """In a reader thread: as `_read`. A failure is nobody's yet; whoever asks will meet it."""
+        layer = slot.layer  # of the guess: once it was read, the slot may be given to another
         if self._read(slot) is None:
             with self._lock:
-                self._counters.ahead(slot.layer).read_bytes += slot.nbytes
+                self._counters.ahead(layer).read_bytes += slot.nbytes
 
     def _read_swept(self, slot: Slot) -> None:
         self._read_guess(slot)
         with self._lock:
             self._sweep.ended()
-            if not self._closed:
-                self._go_on_sweeping()
+            self._go_on_sweeping()
 
     def _fill(self, key: Key, buffer: memoryview) -> None:
         self._store.read_into(key, buffer, self._arrangements[key[0]])
