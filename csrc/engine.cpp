@@ -8,6 +8,7 @@
 
 #if !defined(_WIN32)
 #include <pthread.h>
+#include <sys/mman.h>
 #endif
 
 #include "isa.h"
@@ -27,6 +28,7 @@ namespace {
 constexpr int64_t ROW_STEP = 16;  // every layout's rows divide it
 constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
 constexpr int64_t MIN_WAVE = 256;                  // pairs
+constexpr size_t SCRATCH_ALIGNMENT = size_t{2} << 20;  // a huge page
 constexpr size_t PANEL_BYTES = size_t{1} << 19;    // of rounded activations
 
 const Kernel* look_up(const KernelTable& table, int32_t qtype, Layout layout) {
@@ -182,8 +184,11 @@ Activation make_activation(int kind, float limit, float alpha) {
 uint8_t* Scratch::get(size_t bytes) {
     if (bytes > size_) {
         release();
-        data_.reset(static_cast<uint8_t*>(::operator new(bytes, std::align_val_t{64})));
+        data_.reset(static_cast<uint8_t*>(::operator new(bytes, std::align_val_t{SCRATCH_ALIGNMENT})));
         size_ = bytes;
+#if defined(MADV_HUGEPAGE)
+        if (bytes >= SCRATCH_ALIGNMENT) madvise(data_.get(), bytes, MADV_HUGEPAGE);  // a hint
+#endif
     }
     return data_.get();
 }
@@ -193,7 +198,7 @@ void Scratch::release() {
     size_ = 0;
 }
 
-void Scratch::Free::operator()(uint8_t* p) const { ::operator delete(p, std::align_val_t{64}); }
+void Scratch::Free::operator()(uint8_t* p) const { ::operator delete(p, std::align_val_t{SCRATCH_ALIGNMENT}); }
 
 namespace {
 std::atomic<Engine*> engine{nullptr};
