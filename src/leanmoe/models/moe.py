@@ -1,5 +1,6 @@
 """The feed-forward half of a layer: routed experts (with an optional shared one), or a dense FFN."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,10 @@ from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router, Routing
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.trunk import Trunk
+
+
+Places = Sequence[int] | npt.NDArray[np.int64]
+_FEW_PLACES = 64  # up to which plain lists are faster
 
 
 class FeedForward(Protocol):
@@ -131,7 +136,7 @@ class _Visit:
     ) -> None:
         self._moe, self._phase, self._x, self._h = moe, phase, x, h
         self._routing, self._outputs = routing, outputs
-        self._rows: dict[int, npt.NDArray[np.int64]] = {}
+        self._rows: dict[int, Places] = {}
         self._groups: Acquire | None = None
 
     def tell(self, _: object) -> None:
@@ -179,8 +184,13 @@ class DenseBesideMoE:
         return add(self.dense_norm(self.dense(x, phase, h)), routed)
 
 
-def _rows_by_expert(ids: torch.Tensor) -> dict[int, npt.NDArray[np.int64]]:
+def _rows_by_expert(ids: torch.Tensor) -> dict[int, Places]:
     """For ids [N, k], each expert's places in the flattened table; place i belongs to token i // k."""
+    if ids.numel() <= _FEW_PLACES:
+        rows: dict[int, list[int]] = {}
+        for place, expert in enumerate(ids.flatten().tolist()):
+            rows.setdefault(expert, []).append(place)
+        return dict(rows)
     flat = ids.flatten().cpu().numpy()
     order = flat.argsort(kind="stable")
     begins = np.flatnonzero(np.diff(flat[order], prepend=-1)).tolist()
