@@ -29,7 +29,6 @@ from leanmoe.models.routing import Router, Routing
 from leanmoe.models.spec import ModelSpec
 from leanmoe.models.trunk import Trunk
 
-
 Places = Sequence[int] | npt.NDArray[np.int64]
 _FEW_PLACES = 64  # up to which plain lists are faster
 
