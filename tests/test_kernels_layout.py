@@ -83,6 +83,49 @@ def test_bits_do_not_depend_on_the_company_a_token_or_a_row_keeps(name: str) -> 
         )
 
 
+@needs_avx512
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
+def test_bits_do_not_depend_on_how_many_tokens_share_a_cache(name: str) -> None:
+    """Rows so wide that a prompt's tokens are gone through in several runs: each must meet every row of weights."""
+    rng = np.random.default_rng(8)
+    cols, tokens = 16384, 150
+    x, whole = inputs(tokens, cols, rng), rearranged(random_weight(name, 96, cols, rng))
+    other = rearranged(random_weight("Q5_K", 32, cols, rng))
+    picked = [0, 63, 64, 127, 128, 149]
+    with using("avx512", threads=2):
+        alone = torch.cat([kernels.linear(whole, x[i : i + 1]) for i in picked])
+        assert torch.equal(kernels.linear(whole, x)[picked], alone)
+        for mine, w in zip(kernels.linear_group([whole, other])(x), (whole, other), strict=True):
+            assert torch.equal(mine, kernels.linear(w, x))
+        parts = torch.stack([x, x.flip(0)], dim=1)
+        each = kernels.linear_each(whole, parts)
+        assert torch.equal(each[picked, 0], alone[:, :48])
+        assert torch.equal(each[picked, 1], kernels.linear(whole, x).flip(0)[picked][:, 48:])
+
+
+@needs_avx512
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q8_0", "Q4_K")])
+def test_an_expert_with_more_tokens_than_one_call_takes(types: tuple[str, str, str]) -> None:
+    """A long prompt's favourite expert: its last tokens must get what they would get alone."""
+    rng = np.random.default_rng(12)
+    file = expert_layout(types, 256, 512, ("down_bias",))
+    with using("avx512", threads=2):
+        layout = kernels.arranged(file)
+        batch = random_batch(file, [1, 131, 70], 140, rng)
+        for slot in batch.slots:
+            kernels.Arrangement(layout).apply(slot.numpy().data)
+        x = torch.from_numpy(rng.standard_normal((140, 512)).astype(np.float32))
+        together = torch.full((202, 512), torch.nan)
+        kernels.moe_ffn(layout, batch, x, together)
+        zero = torch.zeros(1, dtype=torch.int32)
+        for place, expert in ((0, 0), (1, 1), (64, 1), (65, 1), (131, 1), (132, 2), (195, 2), (201, 2)):
+            alone = torch.empty(1, 512)
+            row = x[batch.token[place] : batch.token[place] + 1].contiguous()
+            one = kernels.ExpertBatch([batch.slots[expert]], [1], zero, zero)
+            kernels.moe_ffn(layout, one, row, alone)
+            assert torch.equal(alone[0], together[batch.dest[place]]), place
+
+
 @pytest.mark.parametrize("isa", kernels.available_isas())
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("alone", [False, True])
