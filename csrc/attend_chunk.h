@@ -18,10 +18,6 @@ namespace {
 constexpr int ROWS = static_cast<int>(CHUNK_TILE);
 constexpr int64_t LANES16 = STRIP;  // keys that lie interleaved
 
-template <int N> struct Whole {
-    static constexpr int value = N;
-};
-
 // One thread's work: rows [begin, end) of a key head, and what is kept of them whatever the products are.
 struct ChunkTask {
     const ChunkCall& call;
@@ -190,9 +186,9 @@ inline void mix_tile(const float* weights, const float* fade, const float* value
 // Calls job(C, first) for every C vectors of LANES numbers out of `count`: WIDE at once as long as there are as many.
 template <int WIDE, int64_t LANES, class Job> inline void by_vectors(int64_t count, Job job) {
     int64_t first = 0;
-    for (; first + WIDE * LANES <= count; first += WIDE * LANES) job(Whole<WIDE>{}, first);
-    for (; first + 2 * LANES <= count; first += 2 * LANES) job(Whole<2>{}, first);
-    for (; first < count; first += LANES) job(Whole<1>{}, first);
+    for (; first + WIDE * LANES <= count; first += WIDE * LANES) job(Count<WIDE>{}, first);
+    for (; first + 2 * LANES <= count; first += 2 * LANES) job(Count<2>{}, first);
+    for (; first < count; first += LANES) job(Count<1>{}, first);
 }
 
 // Products of floats; keys and values are stored as E.

@@ -55,10 +55,15 @@ int64_t chunk_rows(int64_t rows, int threads) {
     return std::clamp<int64_t>(even / ROW_STEP * ROW_STEP, ROW_STEP, ROW_CHUNK);
 }
 
-// Tokens that a run of tasks shares: as many as leave room for weights in a core's second cache.
-int64_t panel_tokens(size_t stride, int64_t tokens) {
+// body(task, first, last) for each of `tasks` and all tokens, on the threads. All tasks take a panel of tokens, as many as
+// leave room for weights in a core's second cache, before the next panel; a token's rounded activations have `stride` bytes.
+template <class F> void over_panels(ThreadPool& pool, int64_t tasks, int64_t tokens, size_t stride, F&& body) {
     const auto most = static_cast<int64_t>(PANEL_BYTES / stride) / TILE * TILE;
-    return std::min(std::max<int64_t>(most, TILE), tokens);
+    const int64_t panel = std::max<int64_t>(most, TILE), panels = (tokens + panel - 1) / panel;
+    pool.parallel_for(panels * tasks, [&](int64_t i) {
+        const int64_t first = i / tasks * panel;
+        body(i % tasks, first, std::min(first + panel, tokens));
+    });
 }
 
 // A weight matrix with what is applied to its product.
@@ -257,14 +262,12 @@ void Engine::linear(const uint8_t* w, const Matrix& matrix, int64_t count, const
     });
     const int64_t chunk = chunk_rows(count * matrix.rows, pool_->threads());
     const int64_t chunks = (matrix.rows + chunk - 1) / chunk;
-    const int64_t panel = panel_tokens(stride * static_cast<size_t>(count), tokens);
-    const int64_t panels = (tokens + panel - 1) / panel;
-    pool_->parallel_for(panels * count * chunks, [&](int64_t i) {
-        const int64_t first = i / (count * chunks) * panel, task = i % (count * chunks);
+    const size_t together = stride * static_cast<size_t>(count);
+    over_panels(*pool_, count * chunks, tokens, together, [&](int64_t task, int64_t first, int64_t last) {
         const int64_t which = task / chunks, begin = task % chunks * chunk, end = std::min(begin + chunk, matrix.rows);
         const int64_t above = which * matrix.rows;
         multiply_rows(
-            op, above + begin, above + end, first, std::min(first + panel, tokens), above + begin,
+            op, above + begin, above + end, first, last, above + begin,
             [&](int64_t t) { return act + static_cast<size_t>(t * count + which) * stride; },
             [&](int64_t t) { return out + t * count * matrix.rows; });
     });
@@ -305,16 +308,14 @@ void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x,
     std::vector<int64_t> ends;  // of each operand's tasks
     for (const GroupMatrix& each : group)
         ends.push_back((ends.empty() ? 0 : ends.back()) + (each.matrix.rows + chunk - 1) / chunk);
-    const int64_t panel = panel_tokens(bytes / static_cast<size_t>(tokens), tokens);
-    const int64_t panels = (tokens + panel - 1) / panel;
-    pool_->parallel_for(panels * ends.back(), [&](int64_t each) {
-        const int64_t first = each / ends.back() * panel, task = each % ends.back();
+    const size_t together = bytes / static_cast<size_t>(tokens);
+    over_panels(*pool_, ends.back(), tokens, together, [&](int64_t task, int64_t first, int64_t last) {
         const size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
         const int64_t rows = group[i].matrix.rows, begin = (task - (i == 0 ? 0 : ends[i - 1])) * chunk;
         const int64_t end = std::min(begin + chunk, rows);
         const size_t stride = act_stride(operands[i].kernel->partner, cols);
         multiply_rows(
-            operands[i], begin, end, first, std::min(first + panel, tokens), begin,
+            operands[i], begin, end, first, last, begin,
             [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
             [&](int64_t t) { return out[i] + t * rows; });
     });

@@ -15,6 +15,11 @@ enum QType : int32_t {
     IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
 };
 
+// A number as a type, for what is called with several of them.
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+
 // How the bytes of a matrix are arranged: in the file's order, or as strip.h says. A unit's table has rows for those
 // that it multiplies.
 enum Layout : int32_t { CANONICAL = 0, ROWS16 = 1 };

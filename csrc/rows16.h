@@ -88,9 +88,6 @@ inline void arrange_16x16(const StripFormat& format, int64_t blocks, const uint8
 }
 
 // body(count, t) for runs of 16, 8, 4, 2 and 1 tokens from t on that make n.
-template <int N> struct Count {
-    static constexpr int value = N;
-};
 template <class F> LEAN_INLINE void for_tokens(int n, F&& body) {
     int t = 0;
     for (; n - t >= 16; t += 16) body(Count<16>(), t);

@@ -1,14 +1,18 @@
-"""Small packs with random expert bytes, for the tests of `leanmoe.experts`."""
+"""Small packs with random expert bytes, for the tests of `leanmoe.experts`, and a store whose reads can be held."""
 
 import random
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from blake3 import blake3
 
 from leanmoe.experts.policy import Key
+from leanmoe.experts.store import ExpertStore
 from leanmoe.formats.quant_types import quant_type
 from leanmoe.pack.digests import DIGESTS, MANIFEST, TRUNK, expert_name, format_digests
 from leanmoe.pack.layout import ExpertLayout, Section
@@ -55,3 +59,39 @@ def contents(pack: Pack) -> dict[Key, bytes]:
         for m in pack.manifest.layers
         for expert in range(m.expert_count)
     }
+
+
+class GatedStore(ExpertStore):
+    """A store whose reads of chosen experts wait until the test opens them. `order`: all reads as they began."""
+
+    def __init__(self, pack: Pack) -> None:
+        super().__init__(pack)
+        self.gates: dict[Key, threading.Event] = {}
+        self.began: dict[Key, threading.Event] = {}
+        self.order: list[Key] = []
+
+    @property
+    def reads(self) -> Counter[Key]:
+        """How often each expert was read."""
+        return Counter(self.order)
+
+    def hold(self, *keys: Key) -> None:
+        """From now on reads of `keys` set their `began`, and wait."""
+        self.gates |= {key: threading.Event() for key in keys}
+        self.began |= {key: threading.Event() for key in keys}
+
+    def open(self, *keys: Key) -> None:
+        """Lets reads of `keys` go on; all that are held if none is named."""
+        for key in keys or self.gates:
+            self.gates[key].set()
+
+    def read_into(self, key: Key, buffer: memoryview, *arrangement: Any) -> None:
+        self.order.append(key)
+        if key in self.gates:
+            self.began[key].set()
+            assert self.gates[key].wait(20)
+        super().read_into(key, buffer, *arrangement)
+
+    def of(self, layer: int) -> list[int]:
+        """The experts of `layer` that were read, each as often as it was."""
+        return sorted(expert for at, expert in self.order if at == layer)

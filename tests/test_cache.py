@@ -1,6 +1,5 @@
 """The expert cache: what its leases hold, under any sequence of acquires, any threads, any fault."""
 
-import faulthandler
 import os
 import random
 import threading
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_packs import contents, make_pack
+from expert_packs import GatedStore, contents, make_pack
 from leanmoe.errors import ExpertReadError, LeanError
 from leanmoe.experts.cache import ExpertCache
 from leanmoe.experts.device import CPUDevice
@@ -19,7 +18,6 @@ from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool, Placement
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import plan_slots, slot_floor
-from leanmoe.experts.store import ExpertStore
 
 PAGE = 4096
 EXPERTS, TOP_K = 12, 2
@@ -29,12 +27,7 @@ FLOOR = slot_floor(SIZES, COUNTS, TOP_K)
 TOTAL = sum(SIZES.values()) * EXPERTS
 
 
-@pytest.fixture(autouse=True)
-def deadlock_guard():
-    """A deadlock ends the run and shows every thread's stack, instead of hanging for ever."""
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = pytest.mark.usefixtures("deadlock_guard")
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +40,6 @@ def files(pack):
     return contents(pack)
 
 
-class GatedStore(ExpertStore):
-    """A store whose reads of chosen experts wait until the test opens them; counts the reads of each."""
-
-    def __init__(self, pack):
-        super().__init__(pack)
-        self.gates, self.reads = {}, Counter()
-
-    def hold(self, *keys):
-        self.gates |= {key: threading.Event() for key in keys}
-
-    def open(self, *keys):
-        for key in keys:
-            self.gates[key].set()
-
-    def read_into(self, key, buffer, *arrangement):
-        self.reads[key] += 1
-        if key in self.gates:
-            assert self.gates[key].wait(20)
-        super().read_into(key, buffer, *arrangement)
-
-
 @contextmanager
 def gated(pack, budget=FLOOR, readers=4):
     """A store to steer, and a cache over it."""
@@ -76,8 +48,7 @@ def gated(pack, budget=FLOOR, readers=4):
     try:
         yield store, cache
     finally:
-        for gate in store.gates.values():
-            gate.set()
+        store.open()
         cache.close()
         threads.close()
 

@@ -1,6 +1,5 @@
 """Reading ahead: what it may evict and hold, what becomes of each read, and that demand goes first."""
 
-import faulthandler
 import os
 import random
 import threading
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_packs import contents, make_pack
+from expert_packs import GatedStore, contents, make_pack
 from leanmoe.experts.cache import ExpertCache
 from leanmoe.experts.device import CPUDevice
 from leanmoe.experts.policy import LRU, POLICIES, Phase
@@ -19,7 +18,6 @@ from leanmoe.experts.prefetch import Prefetcher
 from leanmoe.experts.readers import Ahead, Readers
 from leanmoe.experts.slots import plan_slots, slot_floor
 from leanmoe.experts.stats import PrefetchStats
-from leanmoe.experts.store import ExpertStore
 from leanmoe.experts.throttle import Fixed
 
 PAGE = 4096
@@ -30,12 +28,7 @@ FLOOR = slot_floor(SIZES, COUNTS, TOP_K)
 ROOMY = sum(SIZES.values()) * EXPERTS // 2
 
 
-@pytest.fixture(autouse=True)
-def deadlock_guard():
-    """A deadlock ends the run and shows every thread's stack, instead of hanging for ever."""
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = pytest.mark.usefixtures("deadlock_guard")
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +39,6 @@ def pack(tmp_path_factory):
 @pytest.fixture(scope="module")
 def files(pack):
     return contents(pack)
-
-
-class GatedStore(ExpertStore):
-    """A store whose reads of chosen experts wait until the test opens them, in the order they began."""
-
-    def __init__(self, pack):
-        super().__init__(pack)
-        self.gates, self.began, self.order = {}, {}, []
-
-    def hold(self, *keys):
-        self.gates |= {key: threading.Event() for key in keys}
-        self.began |= {key: threading.Event() for key in keys}
-
-    def read_into(self, key, buffer, *arrangement):
-        self.order.append(key)
-        if key in self.gates:
-            self.began[key].set()
-            assert self.gates[key].wait(20)
-        super().read_into(key, buffer, *arrangement)
 
 
 class Bench:
@@ -82,8 +56,7 @@ class Bench:
         return self
 
     def __exit__(self, *_):
-        for gate in self.store.gates.values():
-            gate.set()
+        self.store.open()
         self.cache.close()
         self.readers.close()
 

@@ -1,6 +1,5 @@
 """Sweeps: while a long prompt computes a layer, the next one's experts are read; what that may cost, and its end."""
 
-import faulthandler
 import os
 import random
 import threading
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_packs import contents, make_pack
+from expert_packs import GatedStore, contents, make_pack
 from leanmoe.errors import ExpertReadError, LeanError
 from leanmoe.experts.cache import ExpertCache
 from leanmoe.experts.device import CPUDevice
@@ -18,7 +17,6 @@ from leanmoe.experts.policy import POLICIES, Phase
 from leanmoe.experts.pool import ExpertPool, Placement
 from leanmoe.experts.readers import Readers
 from leanmoe.experts.slots import plan_slots, slot_floor
-from leanmoe.experts.store import ExpertStore
 
 PAGE = 4096
 EXPERTS, TOP_K = 10, 1
@@ -33,12 +31,7 @@ ROOMY = 120 * PAGE  # 86 slots of a page and 17 of two, each more than 8 floors;
 TIGHT = 40 * PAGE  # 28 and 6 (too few for sweeps); guesses may have 5 pages
 
 
-@pytest.fixture(autouse=True)
-def deadlock_guard():
-    """A deadlock ends the run and shows every thread's stack, instead of hanging for ever."""
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = pytest.mark.usefixtures("deadlock_guard")
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +42,6 @@ def pack(tmp_path_factory):
 @pytest.fixture(scope="module")
 def files(pack):
     return contents(pack)
-
-
-class GatedStore(ExpertStore):
-    """A store whose reads of chosen experts wait until the test opens them; in the order they began."""
-
-    def __init__(self, pack):
-        super().__init__(pack)
-        self.gates, self.began, self.order = {}, {}, []
-
-    def hold(self, *keys):
-        self.gates |= {key: threading.Event() for key in keys}
-        self.began |= {key: threading.Event() for key in keys}
-
-    def open(self):
-        for gate in self.gates.values():
-            gate.set()
-
-    def read_into(self, key, buffer, *arrangement):
-        self.order.append(key)
-        if key in self.gates:
-            self.began[key].set()
-            assert self.gates[key].wait(20)
-        super().read_into(key, buffer, *arrangement)
-
-    def of(self, layer):
-        """The experts of `layer` that were read, each as often as it was."""
-        return sorted(expert for at, expert in self.order if at == layer)
 
 
 class Bench:
