@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from model_fixtures import demo_gguf, demo_pack, smollm2_gguf, tiny_model
+from model_fixtures import demo_gguf, demo_pack, packed, smollm2_gguf, tiny_model
 
-__all__ = ["demo_gguf", "demo_pack", "smollm2_gguf", "tiny_model"]
+__all__ = ["demo_gguf", "demo_pack", "packed", "smollm2_gguf", "tiny_model"]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from oracles.tiny import TinyModel
+    from tiny_packs import PackTiny
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 DEMO_EXPERTS = 8
@@ -123,3 +124,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     yield make
     for tiny in made.values():
         tiny.path.unlink()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Any]) -> "PackTiny":
+    """Makes a tiny model and its pack once for each set of arguments."""
+    from leanmoe.pack import pack_gguf
+
+    made: dict[Path, Path] = {}
+
+    def make(arch: str, quant: str = "F32", **overrides: object) -> tuple[Any, Path]:
+        tiny = tiny_model(arch, quant, **overrides)
+        if tiny.path not in made:
+            made[tiny.path] = pack_gguf(tiny.path, tmp_path_factory.mktemp("packs") / "tiny.lmpack")
+        return tiny, made[tiny.path]
+
+    return make

@@ -1,6 +1,5 @@
 """The network: equal to transformers and llama.cpp, and independent of what happens to be resident."""
 
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,56 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from leanmoe import LLM, kernels
+from leanmoe import LLM
 from leanmoe.bench.make_model import make_model
 from leanmoe.engine.sequence import Sequence, prefill
 from leanmoe.errors import ExpertReadError
 from leanmoe.experts.policy import POLICIES
 from leanmoe.models.batch import Batch
-from leanmoe.pack import open_pack, pack_gguf
+from leanmoe.pack import pack_gguf
 from oracles.rewrite import Tensors, rewritten
+from tiny_packs import MOE, TOKENS, PackTiny, decode, floor_bytes
 
-MOE = [
-    "qwen3moe",
-    "qwen2moe",
-    "olmoe",
-    "mixtral",
-    "qwen3next",
-    "qwen35moe",
-    "gpt-oss",
-    "granitemoe",
-    "glm4moe",
-    "minimax-m2",
-    "deepseek2",
-    "gemma4",
-]
 ARCHITECTURES = [*MOE, "llama", "qwen2", "qwen3"]
 # Models that share an architecture with one above.
 KIN = ["glm4moelite", "deepseekv2lite", "deepseekv2"]
 LOCAL_PROMPT = "The harbour was quiet before six."
-TOKENS = Random(7).choices(range(280), k=96)
-
-PackTiny = Callable[..., tuple[Any, Path]]
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Any]) -> PackTiny:
-    """Makes a tiny model and its pack once for each set of arguments."""
-    made: dict[Path, Path] = {}
-
-    def make(arch: str, quant: str = "F32", **overrides: object) -> tuple[Any, Path]:
-        tiny = tiny_model(arch, quant, **overrides)
-        if tiny.path not in made:
-            made[tiny.path] = pack_gguf(tiny.path, tmp_path_factory.mktemp("packs") / "tiny.lmpack")
-        return tiny, made[tiny.path]
-
-    return make
-
-
-def _floor(path: Path, devices: int = 1) -> int:
-    """Bytes of the fewest slots that work: one layer's top-k twice, on each device."""
-    manifest = open_pack(path).manifest
-    return devices * max(m.layout.file_bytes for m in manifest.layers) * 2 * manifest.expert_used_count
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES + KIN)
@@ -86,12 +49,12 @@ def test_streamed_equals_resident_bit_for_bit(arch: str, packed: PackTiny) -> No
         assert llm.plan.residency == 1.0
         resident = llm.logits(TOKENS)
         again = llm.logits(TOKENS)
-        decoded = _decode(llm, TOKENS[:40])
+        decoded = decode(llm, TOKENS[:40])
     assert torch.equal(resident, again)
-    with LLM(path, cache=_floor(path)) as llm:
+    with LLM(path, cache=floor_bytes(path)) as llm:
         assert llm.plan.residency < 1.0
         streamed = llm.logits(TOKENS)
-        streamed_decoded = _decode(llm, TOKENS[:40])
+        streamed_decoded = decode(llm, TOKENS[:40])
         assert llm.stats.evictions > 0
     assert torch.equal(streamed, resident)
     assert torch.equal(streamed_decoded, decoded)
@@ -103,11 +66,11 @@ def test_no_policy_and_no_prefetch_changes_a_bit(policy: str, prefetch: Any, pac
     """What is kept and what is read ahead may change the time of an answer, never the answer."""
     _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
     with LLM(path) as llm:
-        resident, decoded = llm.logits(TOKENS[:48]), _decode(llm, TOKENS)
-    with LLM(path, cache=2 * _floor(path), policy=policy, prefetch=prefetch) as llm:
+        resident, decoded = llm.logits(TOKENS[:48]), decode(llm, TOKENS)
+    with LLM(path, cache=2 * floor_bytes(path), policy=policy, prefetch=prefetch) as llm:
         assert llm.plan.residency < 1.0
         assert torch.equal(llm.logits(TOKENS[:48]), resident)
-        assert torch.equal(_decode(llm, TOKENS), decoded)
+        assert torch.equal(decode(llm, TOKENS), decoded)
         assert llm.stats.evictions > 0
         assert (llm.stats.prefetch.issued > 0) == (prefetch != "off")
 
@@ -125,7 +88,7 @@ def local_logits(local_pack: Path) -> torch.Tensor:
     """Of it, fully resident, for each of the tokens that it says."""
     with LLM(local_pack, context=256) as llm:
         said = llm.generate(LOCAL_PROMPT, max_tokens=96, temperature=0, ignore_eos=True).tokens
-        return _decode(llm, said)
+        return decode(llm, said)
 
 
 @pytest.mark.parametrize("prefetch", ["off", "auto", "on"])
@@ -140,71 +103,10 @@ def test_nor_where_routing_is_as_local_as_real_text(
         local_pack, context=256, cache=expert_bytes * 30 // 100, policy=policy, prefetch=prefetch
     ) as llm:
         said = llm.generate(LOCAL_PROMPT, max_tokens=96, temperature=0, ignore_eos=True).tokens
-        assert torch.equal(_decode(llm, said), local_logits)
+        assert torch.equal(decode(llm, said), local_logits)
         assert llm.stats.hit_rate > 0.6
         assert llm.stats.evictions > 0
         assert (llm.stats.prefetch.issued > 0) == (prefetch != "off")
-
-
-@pytest.mark.parametrize("arch", MOE)
-@pytest.mark.parametrize("predictor", ["gate", "transitions", "both"])
-def test_no_predictor_changes_a_bit(arch: str, predictor: Any, packed: PackTiny) -> None:
-    _, path = packed(arch, "Q8_0")
-    with LLM(path) as llm:
-        decoded = _decode(llm, TOKENS[:40])
-    with LLM(path, cache=_floor(path), prefetch="on", predictor=predictor) as llm:
-        assert torch.equal(_decode(llm, TOKENS[:40]), decoded)
-
-
-def _nothing(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of experts' outputs that count for nothing."""
-    return kernels.scaled(kernels.weighted_sum(outputs, weights), 0.0)
-
-
-def test_the_look_ahead_is_exact_where_layers_change_nothing(
-    packed: PackTiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would apply another norm or router than the layer it speaks of, and foresee little."""
-    _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
-    said: dict[int, Any] = {}
-    picked: dict[int, list[int]] = {}
-    with LLM(path, cache=2 * _floor(path), prefetch="on") as llm:
-        pool: Any = llm._pool
-        pool.expect = lambda layer, chances: said.update({layer: chances})
-        pool.visit = lambda layer, phase, experts: picked.update({layer: experts})
-        for layer in llm.decoder.layers:
-            layer.mixer.out.data.zero_()
-        _decode(llm, TOKENS[:1])
-    assert sorted(said) == [1, 2, 3, 4, 5]
-    for number, chances in said.items():
-        likeliest = np.argsort(-chances, kind="stable")[: len(picked[number])]
-        assert sorted(likeliest.tolist()) == sorted(picked[number])
-
-
-def test_recall_of_the_look_ahead_is_counted_for_each_distance(
-    packed: PackTiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`lean tune` prints it: all if layers change nothing, all if every expert may be named, else less."""
-    _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    with LLM(path) as llm:
-        real = llm.decoder.judge_look_ahead([2, 8], 6)
-        _decode(llm, TOKENS[:12])
-        assert set(real.recall()) == {1, 2, 3, 4, 5}
-        assert all(named <= every == 1.0 for named, every in real.recall().values())
-        assert 0 < real.recall()[1][0] < 1
-        monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
-        for layer in llm.decoder.layers:
-            layer.mixer.out.data.zero_()
-        exact = llm.decoder.judge_look_ahead([2], 6)
-        _decode(llm, TOKENS[:4])
-        assert exact.recall() == {distance: [1.0] for distance in range(1, 6)}
-
-
-def _decode(llm: LLM, tokens: list[int]) -> torch.Tensor:
-    dtype = torch.float16
-    state = llm.decoder.new_state(len(tokens), dtype)
-    return torch.cat([llm.decoder.forward(Batch.of([(state, [t])])) for t in tokens])
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "mixtral", "qwen2", "qwen35moe", "deepseek2"])
@@ -400,7 +302,7 @@ def test_layers_split_over_two_devices_give_the_same_bits(arch: str, packed: Pac
     _, path = packed(arch, "Q8_0", **experts)
     with LLM(path) as llm:
         want = llm.logits(TOKENS)
-    with LLM(path, devices=("cpu", "cpu"), cache=_floor(path, 2)) as llm:
+    with LLM(path, devices=("cpu", "cpu"), cache=floor_bytes(path, 2)) as llm:
         assert all(d.layers for d in llm.plan.devices)
         assert torch.equal(llm.logits(TOKENS), want)
         assert llm.stats.evictions > 0

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +22,10 @@ from leanmoe.experts.slots import plan_slots, slot_floor
 PAGE = 4096
 EXPERTS, TOP_K = 10, 1
 ALL = range(EXPERTS)
-MOST = range(1, EXPERTS)  # nine in ten: just enough to sweep
+MOST = range(1, EXPERTS)
 SIZES = dict.fromkeys(range(10), PAGE) | {11: 2 * PAGE, 12: 2 * PAGE}  # layer 10 is dense
 LAST = 12
+NEXT = dict(pairwise(SIZES))
 COUNTS = dict.fromkeys(SIZES, EXPERTS)
 FLOOR = slot_floor(SIZES, COUNTS, TOP_K)
 TOTAL = sum(SIZES.values()) * EXPERTS
@@ -78,10 +80,18 @@ def settle(readers):
         os.sched_yield()
 
 
+def ask(source, layer, experts=ALL):
+    """As a long prompt does: acquires, and says that it will want all of the next layer."""
+    groups = source.acquire(layer, experts, Phase.PREFILL)
+    groups.follow(NEXT.get(layer, layer), ALL if layer in NEXT else ())
+    return groups
+
+
 def use(source, files, layer, experts, phase=Phase.PREFILL):
-    """Acquires `experts` and checks each lease when it comes and before it goes."""
+    """Acquires `experts` and checks each lease when it comes and before it goes; most of them as a long prompt."""
     got = []
-    for leases in source.acquire(layer, experts, phase):
+    long = phase is Phase.PREFILL and len(experts) >= len(MOST)
+    for leases in ask(source, layer, experts) if long else source.acquire(layer, experts, phase):
         for _ in range(2):
             for lease in leases:
                 assert lease.data.numpy().tobytes() == files[layer, lease.expert]
@@ -104,7 +114,7 @@ def assert_nothing_is_lost(cache):
 def test_the_next_layer_is_read_while_this_one_is_computed(pack, files):
     """Otherwise the disk rests through a layer's last products and all of the next one's attention."""
     with Bench(pack) as bench:
-        groups, leases = bench.cache.acquire(3, ALL, Phase.PREFILL), []
+        groups, leases = ask(bench.cache, 3), []
         left = EXPERTS
         while left:
             leases = next(groups)
@@ -180,16 +190,53 @@ def test_what_is_resident_already_is_neither_read_again_nor_the_end_of_a_sweep(p
         assert bench.store.of(3) == bench.store.of(4) == list(ALL)
 
 
-@pytest.mark.parametrize(("layer", "experts"), [(3, MOST[1:]), (3, [2]), (3, []), (LAST, ALL)])
-def test_a_short_prompt_and_the_last_layer_sweep_nothing(pack, files, layer, experts):
-    """A short prompt's next layer would be read in vain, and so would layer 0 after the last one."""
+def test_only_what_the_prompt_will_want_is_swept(pack, files):
+    """What no token of it goes to would be read in vain."""
+    with Bench(pack, readers=1) as bench:
+        groups = bench.cache.acquire(3, ALL, Phase.PREFILL)
+        groups.follow(4, [7, 2])
+        assert sorted(lease.expert for group in groups for lease in group) == list(ALL)
+        bench.settle()
+        assert bench.store.of(4) == [2, 7]
+        assert bench.counts(4).issued == 2
+
+
+def test_an_acquire_that_is_over_starts_no_sweep(pack, files):
+    """A prompt that was cancelled between the two must leave nothing behind."""
     with Bench(pack) as bench:
-        use(bench.cache, files, layer, experts)
+        groups = bench.cache.acquire(3, ALL, Phase.PREFILL)
+        groups.close()
+        groups.follow(4, ALL)
         bench.settle()
-        assert bench.cache.stats.prefetch.issued == 0
-        use(bench.cache, files, 3, MOST)
-        bench.settle()
-        assert bench.store.of(4) == list(ALL)
+        assert bench.store.of(4) == []
+        assert_nothing_is_lost(bench.cache)
+
+
+def test_a_layer_of_another_cache_is_not_swept(pack, files):
+    first = [layer for layer in SIZES if layer < 5]
+    with ExpertPool.open(
+        pack,
+        [
+            Placement("cpu", TOTAL, first),
+            Placement("cpu", TOTAL, [layer for layer in SIZES if layer not in first]),
+        ],
+    ) as pool:
+        use(pool, files, 4, ALL)
+        settle(pool._readers)
+        assert pool.stats.prefetch.issued == 0
+
+
+def test_a_layer_lacks_something_until_all_of_it_is_there(pack, files):
+    """A prompt need not foresee what a layer will be asked for that has everything, or no room for guesses."""
+    with Bench(pack) as bench:
+        assert bench.cache.lacks(4)
+        use(bench.cache, files, 4, MOST, Phase.DECODE)
+        assert bench.cache.lacks(4)
+        use(bench.cache, files, 4, ALL, Phase.DECODE)
+        assert not bench.cache.lacks(4)
+    with Bench(pack, TIGHT) as bench:
+        assert bench.cache.lacks(4)
+        assert not bench.cache.lacks(11)
 
 
 def test_decoding_never_sweeps(pack, files):
@@ -232,11 +279,11 @@ def test_a_prompt_that_is_dropped_leaves_a_bounded_sweep_and_no_pinned_slot(pack
     """Ctrl-C in a prompt must not leave the disk busy, or slots held."""
     with Bench(pack, TIGHT) as bench:
         fit = bench.cache._guesses.limit // PAGE
-        bench.cache.acquire(0, ALL, Phase.PREFILL).close()
+        ask(bench.cache, 0).close()
         bench.settle()
         assert bench.store.of(1) == []
         use(bench.cache, files, 0, ALL, Phase.DECODE)
-        groups = bench.cache.acquire(0, ALL, Phase.PREFILL)
+        groups = ask(bench.cache, 0)
         next(groups)
         del groups
         use(bench.cache, files, 5, [1], Phase.DECODE)
@@ -296,7 +343,7 @@ def test_closing_ends_a_sweep(pack, files, monkeypatch, joined):
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
     bench = Bench(pack)
     bench.store.hold(*((1, expert) for expert in ALL))
-    groups = bench.cache.acquire(0, ALL, Phase.PREFILL)
+    groups = ask(bench.cache, 0)
     while next(groups, None):
         pass
     assert all(bench.store.began[1, expert].wait(20) for expert in range(4))  # each reader has one

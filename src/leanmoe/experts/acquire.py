@@ -4,7 +4,7 @@ Both are plain state: what becomes of it, and when, is up to the `ExpertCache`, 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -41,9 +41,9 @@ class Acquire(Iterator[list[Lease]]):
         "deferred",
         "ended",
         "error",
+        "following",
         "held",
         "layer",
-        "next_layer",
         "phase",
         "reading",
         "ready",
@@ -59,12 +59,20 @@ class Acquire(Iterator[list[Lease]]):
         self.reading: list[Slot] = []  # pinned, on their way
         self.ready: list[Slot] = []  # pinned, to be handed out
         self.held: Sequence[Slot] = ()  # pinned, handed out
-        self.next_layer: int | None = None  # which is to be read when nothing is deferred
+        self.following: Sequence[Key] = ()  # to be read when nothing is deferred
         self.error: Exception | None = None
         self.ended = False  # holds nothing, and never will again
 
     def __next__(self) -> list[Lease]:
         return self._cache._next_group(self)
+
+    def follow(self, layer: int, experts: Iterable[int]) -> None:
+        """Says what a long prompt will ask for next: read while this is computed, once all of this is on its way.
+
+        They are guesses (`ExpertCache.read_ahead`), and given up when anyone asks the cache for anything. Layers of
+        another cache, or whose guesses would have few slots, are passed over.
+        """
+        self._cache._follow(self, [(layer, expert) for expert in experts])
 
     def close(self) -> None:
         """Gives everything back and forgets what was not handed out; may be called again."""

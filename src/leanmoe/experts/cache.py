@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy.typing as npt
@@ -43,7 +42,7 @@ from leanmoe.experts.slots import SlotClass, SlotPlan
 from leanmoe.experts.speculation import Speculation
 from leanmoe.experts.stats import CacheStats, Counters
 from leanmoe.experts.store import ExpertStore
-from leanmoe.experts.sweep import LEAST_SHARE, Sweep
+from leanmoe.experts.sweep import Sweep
 from leanmoe.kernels import Arrangement, ResidentExperts
 
 __all__ = ["Acquire", "ExpertCache"]
@@ -86,9 +85,9 @@ class ExpertCache:
         largest = max((c.size for c in plan.classes), default=0)
         self._guesses = Speculation(max(largest, plan.slot_bytes // _GUESS_SHARE), self._counters)
         self._sweep = Sweep(2 * readers.count)
-        # By layer, the one after it, where guesses may have slots enough to be worth it.
-        large = {layer for c in plan.classes for layer in c.layers if c.slots >= _GUESS_SHARE * c.floor}
-        self._sweepable = {a: b for a, b in pairwise(sorted(self._experts)) if b in large}
+        # Where guesses may have slots enough to be worth it.
+        large = (c for c in plan.classes if c.slots >= _GUESS_SHARE * c.floor)
+        self._sweepable = {layer for c in large for layer in c.layers}
         arena, start = device.allocate(plan.slot_bytes), 0
         # Where nothing is ever evicted, kernels may look for themselves.
         self._residents: dict[int, ResidentExperts] = {}
@@ -131,13 +130,10 @@ class ExpertCache:
             hits, joined = len(acquire.ready), len(acquire.reading)
             if not shelf.roomy:
                 shelf.policy.on_use(keys, phase)
-            sweeping = phase is Phase.PREFILL and len(keys) >= LEAST_SHARE * self._experts[layer]
             self._sweep.stop()  # whoever asks knows what it wants; a long prompt aims it anew
-            if sweeping:
-                acquire.next_layer = self._sweepable.get(layer)
-            if self._guesses and (sweeping or phase is Phase.DECODE):
+            if self._guesses:
                 self._guesses.visited(layer)
-            if acquire.deferred or acquire.next_layer is not None:
+            if acquire.deferred:
                 self._start_reads(acquire)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)
         return acquire
@@ -239,7 +235,18 @@ class ExpertCache:
             self._counters.count(layer, found - self._found[layer], 0, 0)
             self._found[layer] = found
 
+    def lacks(self, layer: int) -> bool:
+        """Whether some of `layer` is missing that a long prompt might have read ahead: see `Acquire.follow`."""
+        missing = ((layer, expert) not in self._resident for expert in range(self._experts[layer]))
+        return layer in self._sweepable and any(missing)
+
     # Everything below is called by `Acquire` and by reader threads.
+
+    def _follow(self, acquire: Acquire, keys: Sequence[Key]) -> None:
+        with self._lock:
+            if not acquire.ended:
+                acquire.following = [key for key in keys if key[0] in self._sweepable]
+                self._start_reads(acquire)
 
     def _next_group(self, acquire: Acquire) -> list[Lease]:
         with self._lock:
@@ -287,9 +294,9 @@ class ExpertCache:
             self._promise(slot, acquire)
         if reads:
             self._readers.submit(reads)
-        if acquire.next_layer is not None and not acquire.deferred:
-            layer, acquire.next_layer = acquire.next_layer, None
-            self._sweep.aim((layer, expert) for expert in range(self._experts[layer]))
+        if acquire.following and not acquire.deferred:
+            self._sweep.aim(acquire.following)
+            acquire.following = ()
             self._go_on_sweeping()
 
     def _go_on_sweeping(self) -> None:

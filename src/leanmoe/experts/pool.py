@@ -206,6 +206,10 @@ class ExpertPool:
         end = time.monotonic() + seconds
         return [future for key in keys for future in self._cache_of[key[0]].preload([key], until=end)]
 
+    def lacks(self, layer: int) -> bool:
+        """Whether a long prompt should say what it will ask of `layer`; see `ExpertCache.lacks`."""
+        return self._cache_of[layer].lacks(layer)
+
     def layout(self, layer: int) -> ExpertLayout:
         """Where gate, up and down lie inside each lease's `data` for `layer`, and in what order their bytes are."""
         return self._cache_of[layer].layouts[layer]

@@ -1,17 +1,13 @@
 """Reading the next layer's experts while a long prompt still computes this one.
 
-A prompt's chunk of many tokens uses nearly all experts of every layer, so nothing need be predicted: what the next
-layer will want is what it lacks. Without this the disk rests from a layer's last read to the next layer's routing,
-through all of its attention.
+Without this the disk rests from a layer's last read to the next layer's routing, through all of its attention, and
+the experts come a few at a time, each few with products of their own.
 """
 
 from collections import deque
 from collections.abc import Iterable
 
 from leanmoe.experts.policy import Key
-
-LEAST_SHARE = 0.9
-"""A layer of which the prompt used less than this says too little of the next one."""
 
 
 class Sweep:

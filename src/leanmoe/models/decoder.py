@@ -13,7 +13,7 @@ from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch
 from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.latent_attention import LatentAttention
-from leanmoe.models.lookahead import Gate, GateRecall, attach
+from leanmoe.models.lookahead import Foresight, Gate, GateRecall, attach
 from leanmoe.models.moe import DenseBesideMoE, DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.one_thread import one_torch_thread
@@ -115,7 +115,7 @@ class Decoder:
         self.spec, self.devices = spec, devices
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
         self.layers = [Layer(trunk, spec, i, pool) for i in range(spec.layers)]
-        if pool is not None and pool.predicting:
+        if pool is not None:
             self._look_ahead(pool)
         self.norm = RMSNorm(trunk.vector("output_norm.weight", spec.hidden), spec.eps)
         tied = not trunk.has("output.weight")
@@ -150,8 +150,11 @@ class Decoder:
         """Lets each layer's picks and state predict the layers after it that are on the same device."""
         for device in dict.fromkeys(self.devices):
             moes, gates = self._gates(device)
-            for moe, ahead in zip(moes, attach(pool, gates), strict=True):
-                moe.look_ahead = ahead
+            for moe, gate in zip(moes, gates[1:], strict=False):
+                moe.foresight = Foresight(pool, gate)
+            if pool.predicting:
+                for moe, ahead in zip(moes, attach(pool, gates), strict=True):
+                    moe.look_ahead = ahead
 
     def _gates(self, device: torch.device) -> tuple[list[MoE], list[Gate]]:
         """The layers with experts on `device`, in order, and what their routers see and are."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from leanmoe.experts.acquire import Acquire
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.models.norm import RMSNorm
@@ -20,6 +21,9 @@ from leanmoe.models.routing import Router
 
 # With more tokens than this the picks cover much of a layer, and demand reads fill the disk.
 MOST_TOKENS = 4
+LONG_PROMPT = 256
+"""Tokens from which on a prompt says what the next layer will be asked for, and of how many it does."""
+_GOLDEN = (5**0.5 - 1) / 2
 _MEMORY = 64  # choices that a rate is the mean over
 _MARGINS = (0.1, 0.3, 0.8)
 Chances = npt.NDArray[np.float32]
@@ -36,6 +40,28 @@ class Gate:
     layer: int
     norm: RMSNorm
     router: Router
+
+
+class Foresight:
+    """Says, for a long prompt, which experts the layer of `gate` will be asked for, so that they are read meanwhile."""
+
+    def __init__(self, pool: ExpertPool, gate: Gate) -> None:
+        self._pool, self._gate = pool, gate
+
+    def __call__(self, h: torch.Tensor, groups: Acquire) -> None:
+        """`h` [N, hidden] after the attention of the layer before, of which `groups` was asked.
+
+        Of so many tokens, a part has use for nearly all that the rest has. They are taken at steps of the golden
+        section, since text may repeat itself at any even step.
+        """
+        gate = self._gate
+        if len(h) < LONG_PROMPT or not self._pool.lacks(gate.layer):
+            return
+        some = h
+        if len(h) >= 2 * LONG_PROMPT:
+            some = h[(torch.arange(LONG_PROMPT) * _GOLDEN % 1 * len(h)).long().to(h.device)]
+        picks = gate.router.ranking(gate.norm(some)).topk(gate.router.spec.top_k, dim=-1).indices
+        groups.follow(gate.layer, np.unique(picks.cpu().numpy()).tolist())
 
 
 class LookAhead:

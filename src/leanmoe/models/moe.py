@@ -23,7 +23,7 @@ from leanmoe.kernels import (
     sigmoid_gate,
     weighted_sum,
 )
-from leanmoe.models.lookahead import Watcher
+from leanmoe.models.lookahead import Foresight, Watcher
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router, Routing
 from leanmoe.models.spec import ModelSpec
@@ -83,6 +83,7 @@ class MoE:
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
         self.shared = SharedExpert(trunk, spec, layer) if has_shared else None
         self.look_ahead: Watcher | None = None
+        self.foresight: Foresight | None = None
         # Where the file scales what the router sees, that is h under a norm of its own.
         self.router_norm: RMSNorm | None = None
         if trunk.has(scale := f"blk.{layer}.ffn_gate_inp.scale"):
@@ -151,6 +152,8 @@ class _Visit:
         self._groups = moe.pool.acquire(moe.layer, experts, phase)
         if moe.look_ahead is not None:
             moe.look_ahead(phase, self._h, experts)
+        if moe.foresight is not None and phase is Phase.PREFILL:
+            moe.foresight(self._h, self._groups)
 
     def compute(self, _: object) -> None:
         """The experts' products, as they become ready. Raises `ExpertReadError` if one cannot be read."""
