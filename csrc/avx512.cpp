@@ -3,6 +3,7 @@
 #include "attend_chunk16.h"
 #include "delta.h"
 #include "encode.h"
+#include "quantize512.h"
 #include "rows16.h"
 #include "x512.h"
 
@@ -406,34 +407,47 @@ template <int TYPE> LEAN_INLINE __m512 floats16(const uint8_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(p)), 16));
 }
 
-template <int TYPE, int N>
-LEAN_INLINE void row_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
+// ROWS rows times N tokens. The order of additions is the same for all numbers of both.
+template <int TYPE, int ROWS, int N>
+LEAN_INLINE void rows_float(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
     constexpr int64_t size = TYPE == F32 ? 4 : 2;
-    __m512 acc[2][N];
+    const int64_t stride = cols * size;
+    __m512 acc[2][ROWS][N];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) acc[0][t] = acc[1][t] = _mm512_setzero_ps();
+        for (int t = 0; t < N; ++t) acc[0][r][t] = acc[1][r][t] = _mm512_setzero_ps();
     int64_t i = 0;
-    const auto add = [&](const uint8_t* p) __attribute__((always_inline)) {
+    const auto add = [&](const uint8_t* p, int64_t apart) LEAN_ALWAYS {
 #pragma GCC unroll 2
         for (int part = 0; part < 2; ++part) {
-            const __m512 v = floats16<TYPE>(p + 16 * size * part);
+            __m512 v[ROWS];
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                v[r] = floats16<TYPE>(p + r * apart + 16 * size * part);
+                if (ROWS > 1) asm("" : "+v"(v[r]));  // else GCC 12 loads it anew for each token
+            }
 #pragma GCC unroll 8
-            for (int t = 0; t < N; ++t)
-                acc[part][t] = _mm512_fmadd_ps(
-                    v, _mm512_loadu_ps(reinterpret_cast<const float*>(act[t]) + i + 16 * part), acc[part][t]);
+            for (int t = 0; t < N; ++t) {
+                const __m512 x = _mm512_loadu_ps(reinterpret_cast<const float*>(act[t]) + i + 16 * part);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; ++r) acc[part][r][t] = _mm512_fmadd_ps(v[r], x, acc[part][r][t]);
+            }
         }
     };
     for (; i + 32 <= cols; i += 32) {
-        prefetch<32 * size>(w + i * size);
-        add(w + i * size);
+        if (ROWS == 1) prefetch<32 * size>(w + i * size);
+        add(w + i * size, stride);
     }
     if (i < cols) {
-        uint8_t last[32 * size] = {};
-        memcpy(last, w + i * size, static_cast<size_t>((cols - i) * size));
-        add(last);
+        uint8_t last[ROWS][32 * size] = {};
+        for (int r = 0; r < ROWS; ++r) memcpy(last[r], w + r * stride + i * size, static_cast<size_t>((cols - i) * size));
+        add(last[0], 32 * size);
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int t = 0; t < N; ++t) out[t][at] = sum_lanes(_mm512_add_ps(acc[0][t], acc[1][t]));
+        for (int t = 0; t < N; ++t) out[t][at + r] = sum_lanes(_mm512_add_ps(acc[0][r][t], acc[1][r][t]));
 }
 
 // ---- tables -----------------------------------------------------------------------------------------------
@@ -442,7 +456,7 @@ struct Unit {
     template <int TYPE, int N>
     static LEAN_INLINE void row(const uint8_t* w, int64_t cols, const uint8_t* const* act, float* const* out, int64_t at) {
         if constexpr (TYPE == F32 || TYPE == F16 || TYPE == BF16)
-            row_float<TYPE, N>(w, cols, act, out, at);
+            rows_float<TYPE, 1, N>(w, cols, act, out, at);
         else if constexpr (TYPE == IQ4_XS)
             row_iq4_xs<N>(w, cols, act, out, at);
         else if constexpr (Block<TYPE>::size == 256)
@@ -451,6 +465,22 @@ struct Unit {
             row_32<TYPE, N>(w, cols, act, out, at);
     }
 };
+
+// From three tokens on, four rows at once: a token's floats are loaded a quarter as often, and the sums fill the registers.
+template <int TYPE>
+void dot_floats(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out,
+                int64_t at) {
+    constexpr int64_t ROWS = 4;
+    const int64_t together = n < 3 ? 0 : rows / ROWS * ROWS;
+    for (int64_t r = 0; r < together; r += ROWS) {
+        const uint8_t* four = w + r * row_bytes<TYPE>(cols);
+        int t = 0;
+        for (; n - t == 3 || n - t > 4; t += 3) rows_float<TYPE, ROWS, 3>(four, cols, act + t, out + t, at + r);
+        for (; n - t >= 2; t += 2) rows_float<TYPE, ROWS, 2>(four, cols, act + t, out + t, at + r);
+    }
+    if (together < rows)
+        dot<Unit, 8, TYPE>(w + together * row_bytes<TYPE>(cols), rows - together, cols, act, n, out, at + together);
+}
 
 void copy_f16(const float* x, int64_t cols, uint8_t* act) {
     auto* to = reinterpret_cast<float*>(act);
@@ -463,9 +493,9 @@ void copy_f16(const float* x, int64_t cols, uint8_t* act) {
 }
 
 constexpr Kernel KERNELS[] = {
-    {F32, CANONICAL, ACT_F32, 1, dot<Unit, 8, F32>},
-    {F16, CANONICAL, ACT_F16, 1, dot<Unit, 8, F16>},
-    {BF16, CANONICAL, ACT_BF16, 1, dot<Unit, 8, BF16>},
+    {F32, CANONICAL, ACT_F32, 1, dot_floats<F32>},
+    {F16, CANONICAL, ACT_F16, 1, dot_floats<F16>},
+    {BF16, CANONICAL, ACT_BF16, 1, dot_floats<BF16>},
     {Q4_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, Q4_0>},
     {Q4_1, CANONICAL, ACT_Q8_1, 1, dot<Unit, 8, Q4_1>},
     {Q5_0, CANONICAL, ACT_Q8_0, 1, dot<Unit, 8, Q5_0>},
@@ -495,7 +525,7 @@ using DeltaVector = float __attribute__((vector_size(64)));
 
 constexpr KernelTable TABLE = {
     "avx512",
-    {copy_floats<ACT_F32>, copy_f16, copy_floats<ACT_BF16>, quantize_q8_k, quantize_q8_32<BIAS>,
+    {copy_floats<ACT_F32>, copy_f16, copy_floats<ACT_BF16>, quantize_q8_k_512, quantize_q8_32<BIAS>,
      quantize_q8_32<BIAS>},
     KERNELS,
     sizeof(KERNELS) / sizeof(KERNELS[0]),

@@ -363,19 +363,20 @@ template <class S> struct Ready256 {
     template <int STEP> LEAN_INLINE __m512 scale(int sub) const { return scales[STEP * subs + sub]; }
 };
 
-// A block's sums for N tokens, from and to memory.
+// to[t] = from[t] + what block g adds for N tokens.
 template <class S, int N>
-__attribute__((noinline)) void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* const* act, int64_t groups, float* sums) {
+LEAN_APART void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* const* act, int64_t groups, const float* from,
+                            float* to) {
     const ActGroup* row[N];
     __m512 acc[N];
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         row[t] = reinterpret_cast<const ActGroup*>(act[t]);
-        acc[t] = _mm512_load_ps(sums + STRIP * t);
+        acc[t] = _mm512_load_ps(from + STRIP * t);
     }
     block_256<Ready256<S>, N>(s, s.words, g, row, groups, acc);
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) _mm512_store_ps(sums + STRIP * t, acc[t]);
+    for (int t = 0; t < N; ++t) _mm512_store_ps(to + STRIP * t, acc[t]);
 }
 
 // As strip_256 for any number of tokens up to TILE: each block is unpacked once.
@@ -384,8 +385,8 @@ void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, i
     using S = Strip256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* rest = w + groups * S::words * 64;
+    alignas(64) static constexpr float ZEROS[16 * STRIP] = {};  // cheaper than to clear the sums
     alignas(64) float sums[TILE * STRIP];
-    memset(sums, 0, static_cast<size_t>(n * STRIP) * sizeof(float));
     Ready256<S> ready;
     for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
         prefetch_strip<S::words * 64>(w);
@@ -393,7 +394,8 @@ void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, i
         s.read(w, rest);
         ready.unpack(s, w);
         for_tokens(n, [&](auto count, int t) {
-            ready_block<S, count.value>(ready, g, act + t, groups, sums + STRIP * t);
+            float* to = sums + STRIP * t;
+            ready_block<S, count.value>(ready, g, act + t, groups, g == 0 ? ZEROS : to, to);
         });
     }
     for (int t = 0; t < n; ++t) _mm512_storeu_ps(out[t] + at, _mm512_load_ps(sums + STRIP * t));

@@ -1,0 +1,64 @@
+// quantize_q8_k of quantize.h written out for AVX-512 with VNNI, with the same bits: twice as fast as what the compiler
+// makes of the plain loops, reading x included. Included by that unit alone.
+#pragma once
+#include "quantize.h"
+#include "x512.h"
+
+namespace lean {
+namespace {
+
+inline void quantize_q8_k_512(const float* x, int64_t cols, uint8_t* act) {
+    auto* group = reinterpret_cast<ActGroup*>(act);
+    const int64_t groups = act_groups(cols);
+    auto* scale = reinterpret_cast<float*>(group + groups);
+    for (int64_t g = 0; g < groups; ++g, ++group, x += GROUP) {
+        prefetch<4 * GROUP>(reinterpret_cast<const uint8_t*>(x));
+        __m512i most[4] = {}, v[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            v[i] = load512(x + 16 * i);
+            most[i % 4] = _mm512_max_epi32(most[i % 4], _mm512_and_si512(v[i], _mm512_set1_epi32(0x7fffffff)));
+        }
+        const __m512i all = _mm512_max_epi32(_mm512_max_epi32(most[0], most[1]), _mm512_max_epi32(most[2], most[3]));
+        const auto amax = static_cast<uint32_t>(_mm512_reduce_max_epi32(all));
+        if (amax == 0 || amax >= INF_BITS) {
+            memset(group, 0, sizeof(ActGroup));
+            scale[g] = amax == 0 ? 0.0f : bits_float(0x7fc00000);
+            continue;
+        }
+        const __m512i largest = _mm512_set1_epi32(static_cast<int32_t>(amax));
+        uint32_t positive = 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) positive |= _mm512_cmpeq_epi32_mask(v[i], largest);
+        const float factor = -127.0f / (positive != 0 ? bits_float(amax) : -bits_float(amax));
+        scale[g] = 1.0f / factor;
+        const __m512 factors = _mm512_set1_ps(factor), magic = _mm512_set1_ps(ROUND_MAGIC);
+        const auto rounded = [&](__m512i bits) LEAN_ALWAYS {
+            const __m512 shifted = _mm512_add_ps(_mm512_mul_ps(_mm512_castsi512_ps(bits), factors), magic);
+            return _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(magic));
+        };
+        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        __m512i fours[4];  // sums of four
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512i packed =
+                _mm512_packs_epi16(_mm512_packs_epi32(rounded(v[4 * i]), rounded(v[4 * i + 1])),
+                                   _mm512_packs_epi32(rounded(v[4 * i + 2]), rounded(v[4 * i + 3])));
+            const __m512i q = _mm512_permutexvar_epi32(order, packed);
+            _mm512_storeu_si512(group->q + 64 * i, q);
+            fours[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes512(1), q);
+        }
+        const auto pairs = [](__m512i a, __m512i b) LEAN_ALWAYS {
+            return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        };
+        const __m512i low = pairs(fours[0], fours[1]), high = pairs(fours[2], fours[3]);
+        const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+        const __m256i of_16 = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, sums));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(group->sums), of_16);
+        const __m256i of_32 = _mm256_madd_epi16(of_16, _mm256_set1_epi16(1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(group->sums32), _mm256_cvtepi32_epi16(of_32));
+    }
+}
+
+}  // namespace
+}  // namespace lean
