@@ -163,9 +163,10 @@ class _Visit:
         with groups:
             for leases in groups:
                 mine = [self._rows[lease.expert] for lease in leases]
-                places = np.concatenate(mine)
-                token, dest = torch.from_numpy(np.stack((places // k, places)).astype(np.int32)).to(device)
-                batch = ExpertBatch([lease.data for lease in leases], [len(r) for r in mine], token, dest)
+                index = _index(mine, k, device)
+                batch = ExpertBatch(
+                    [lease.data for lease in leases], [len(r) for r in mine], index[0], index[1]
+                )
                 moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation)
 
 
@@ -194,7 +195,22 @@ def _rows_by_expert(ids: torch.Tensor) -> dict[int, Places]:
             rows.setdefault(expert, []).append(place)
         return dict(rows)
     flat = ids.flatten().cpu().numpy()
-    order = flat.argsort(kind="stable")
+    # Numbers of 16 bits or fewer are sorted by digits: a tenth of the time.
+    order = flat.astype(np.min_scalar_type(flat.max())).argsort(kind="stable")
     begins = np.flatnonzero(np.diff(flat[order], prepend=-1)).tolist()
     ends = [*begins[1:], len(order)]
     return {int(flat[order[a]]): order[a:b] for a, b in zip(begins, ends, strict=True)}
+
+
+def _index(rows: Sequence[Places], k: int, device: torch.device) -> torch.Tensor:
+    """The tokens of the places in `rows`, and the places: int32 [2, number of places].
+
+    Each of torch's operations here costs a token more than it does in a loop of its own: they let go of the
+    interpreter, which the readers want too.
+    """
+    places = np.concatenate(rows)
+    index = np.empty((2, len(places)), np.int32)
+    index[1] = places
+    np.floor_divide(index[1], k, out=index[0])
+    shared = torch.from_numpy(index)
+    return shared if device.type == "cpu" else shared.to(device)
