@@ -27,9 +27,14 @@ enum Layout : int32_t { CANONICAL = 0, ROWS16 = 1 };
 // What the activations are rounded to before the product.
 enum Partner : int32_t { ACT_F32, ACT_F16, ACT_BF16, ACT_Q8_K, ACT_Q8_0, ACT_Q8_1, ACT_COUNT };
 
+// Products for which every sum over a run of a Q8_K group fits 16 bits: with weights of 0 to 15 or to 31 over 32 elements,
+// and of -32 to 31 over 16.
+enum Narrow : uint32_t { NARROW_15 = 1, NARROW_31 = 2, NARROW_32 = 4 };
+
 // One rounded activation row is private to the unit that made it. Eight-bit partners hold groups of 256
-// elements, the last one padded with zeros; a Q8_K row has its scales behind the groups. Float partners hold
-// the rounded values as float32, padded with zeros to whole groups.
+// elements, the last one padded with zeros; a Q8_K row has its scales behind the groups, and behind them 16 numbers for
+// each group: -32 * sum(q) per 16 elements, modulo 2^16. Float partners hold the rounded values as float32, padded with
+// zeros to whole groups.
 struct ActGroup {
     uint8_t q[256];  // int8, or int8 + 128 where the unit multiplies biased activations
     union {
@@ -37,8 +42,11 @@ struct ActGroup {
         float d[8];        // Q8_0, Q8_1: scale per 32 elements
     };
     union {
-        int16_t sums32[8];  // Q8_K: sum(q) per 32 elements
-        float s[8];         // Q8_1: scale * sum(q) per 32 elements, rounded to half
+        struct {
+            int16_t sums32[8];  // Q8_K: sum(q) per 32 elements
+            uint32_t narrow;    // Q8_K: bits of Narrow
+        };
+        float s[8];  // Q8_1: scale * sum(q) per 32 elements, rounded to half
     };
 };
 constexpr int64_t GROUP = 256;
@@ -50,8 +58,9 @@ constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; 
 // Bytes between activation rows: an odd number of cache lines, so that rows do not compete for cache sets.
 constexpr size_t act_stride(Partner partner, int64_t cols) {
     const size_t groups = static_cast<size_t>(act_groups(cols));
-    const size_t bytes = partner <= ACT_BF16 ? groups * GROUP * sizeof(float)
-                                             : groups * (sizeof(ActGroup) + sizeof(float));
+    const size_t bytes = partner <= ACT_BF16   ? groups * GROUP * sizeof(float)
+                         : partner == ACT_Q8_K ? groups * (sizeof(ActGroup) + sizeof(float) + 32) + 2
+                                               : groups * sizeof(ActGroup);
     const size_t lines = (bytes + 63) / 64;
     return (lines | 1) * 64;
 }

@@ -11,7 +11,8 @@ inline void quantize_q8_k_512(const float* x, int64_t cols, uint8_t* act) {
     auto* group = reinterpret_cast<ActGroup*>(act);
     const int64_t groups = act_groups(cols);
     auto* scale = reinterpret_cast<float*>(group + groups);
-    for (int64_t g = 0; g < groups; ++g, ++group, x += GROUP) {
+    auto* offsets = reinterpret_cast<int16_t*>(scale + groups);
+    for (int64_t g = 0; g < groups; ++g, ++group, x += GROUP, offsets += 16) {
         prefetch<4 * GROUP>(reinterpret_cast<const uint8_t*>(x));
         __m512i most[4] = {}, v[16];
 #pragma GCC unroll 16
@@ -23,6 +24,7 @@ inline void quantize_q8_k_512(const float* x, int64_t cols, uint8_t* act) {
         const auto amax = static_cast<uint32_t>(_mm512_reduce_max_epi32(all));
         if (amax == 0 || amax >= INF_BITS) {
             memset(group, 0, sizeof(ActGroup));
+            memset(offsets, 0, 16 * sizeof(int16_t));
             scale[g] = amax == 0 ? 0.0f : bits_float(0x7fc00000);
             continue;
         }
@@ -38,7 +40,7 @@ inline void quantize_q8_k_512(const float* x, int64_t cols, uint8_t* act) {
             return _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(magic));
         };
         const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-        __m512i fours[4];  // sums of four
+        __m512i fours[4], sizes[4];  // sums of four, and of their absolute values
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const __m512i packed =
@@ -47,16 +49,25 @@ inline void quantize_q8_k_512(const float* x, int64_t cols, uint8_t* act) {
             const __m512i q = _mm512_permutexvar_epi32(order, packed);
             _mm512_storeu_si512(group->q + 64 * i, q);
             fours[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes512(1), q);
+            sizes[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_abs_epi8(q), bytes512(1));
         }
         const auto pairs = [](__m512i a, __m512i b) LEAN_ALWAYS {
             return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
         };
-        const __m512i low = pairs(fours[0], fours[1]), high = pairs(fours[2], fours[3]);
-        const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
-        const __m256i of_16 = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, sums));
+        const auto of_sixteen = [&](const __m512i* of_4) LEAN_ALWAYS {
+            const __m512i low = pairs(of_4[0], of_4[1]), high = pairs(of_4[2], of_4[3]);
+            const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+            return _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, sums));
+        };
+        const auto of_two = [](__m256i v16) LEAN_ALWAYS { return _mm256_madd_epi16(v16, _mm256_set1_epi16(1)); };
+        const __m256i of_16 = of_sixteen(fours), size_16 = of_sixteen(sizes), of_32 = of_two(of_16);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(group->sums), of_16);
-        const __m256i of_32 = _mm256_madd_epi16(of_16, _mm256_set1_epi16(1));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(group->sums32), _mm256_cvtepi32_epi16(of_32));
+        const __m256i offset = _mm256_slli_epi16(_mm256_sub_epi16(_mm256_setzero_si256(), of_16), 5);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(offsets), offset);
+        const __m256i one_sign = _mm256_srli_epi32(_mm256_add_epi32(of_two(size_16), _mm256_abs_epi32(of_32)), 1);
+        group->narrow = narrow_bits(_mm512_reduce_max_epi32(_mm512_cvtepi16_epi32(size_16)),
+                                    _mm512_reduce_max_epi32(_mm512_zextsi256_si512(one_sign)));
     }
 }
 

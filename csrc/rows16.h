@@ -25,12 +25,12 @@ LEAN_INLINE __m512 halves16(const uint8_t* p) { return _mm512_cvtph_ps(load256(p
 LEAN_INLINE __m512 low_half(__m512i v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
 LEAN_INLINE __m512 high_half(__m512i v) { return low_half(_mm512_srli_epi32(v, 16)); }
 
-// Byte `i` of each lane as a float.
-LEAN_INLINE __m512 byte_float(__m512i v, int i) {
-    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
+// Byte `i` of each lane in its lower half, zero in the upper one.
+LEAN_INLINE __m512i low_byte(__m512i v, int i) {
+    return _mm512_and_si512(_mm512_srli_epi32(v, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255));
 }
-LEAN_INLINE __m512 signed_byte_float(__m512i v, int i) {
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, static_cast<unsigned>(24 - 8 * i)), 24));
+LEAN_INLINE __m512i low_signed_byte(__m512i v, int i) {
+    return _mm512_srli_epi32(_mm512_srai_epi32(_mm512_slli_epi32(v, static_cast<unsigned>(24 - 8 * i)), 8), 16);
 }
 
 // ---- from the canonical order ------------------------------------------------------------------------------------
@@ -161,6 +161,7 @@ template <> struct Strip256<Q4_K> {
     static constexpr int words = 36, subs = 2;
     static constexpr bool has_rest = false;
     static constexpr Zero zero = Zero::MINIMA;
+    static constexpr Narrow narrow = NARROW_15;
     HeadK4 head;
     LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
     static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
@@ -168,8 +169,8 @@ template <> struct Strip256<Q4_K> {
         const __m512i q = load512(p + 64 * (4 + 8 * STEP + i % 8));
         return _mm512_and_si512(i < 8 ? q : _mm512_srli_epi32(q, 4), bytes512(15));
     }
-    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
-        return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
+    template <int STEP> LEAN_INLINE __m512i scale(int sub) const {
+        return low_byte(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
     }
 };
 
@@ -177,6 +178,7 @@ template <> struct Strip256<Q5_K> {
     static constexpr int words = 44, subs = 2;
     static constexpr bool has_rest = false;
     static constexpr Zero zero = Zero::MINIMA;
+    static constexpr Narrow narrow = NARROW_31;
     HeadK4 head;
     LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
     static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
@@ -190,8 +192,8 @@ template <> struct Strip256<Q5_K> {
         return i < 8 ? mask_or(q, bytes512(15), high<2 * STEP>(h))
                      : mask_or(_mm512_srli_epi32(q, 4), bytes512(15), high<2 * STEP + 1>(h));
     }
-    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
-        return byte_float(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
+    template <int STEP> LEAN_INLINE __m512i scale(int sub) const {
+        return low_byte(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
     }
 };
 
@@ -199,6 +201,7 @@ template <> struct Strip256<Q6_K> {
     static constexpr int words = 52, subs = 4;
     static constexpr bool has_rest = true;
     static constexpr Zero zero = Zero::OFFSET;
+    static constexpr Narrow narrow = NARROW_32;
     struct {
         __m512i scale[4];  // signed bytes
         __m512 d;
@@ -218,53 +221,60 @@ template <> struct Strip256<Q6_K> {
                          : pair == 2 ? h : _mm512_srli_epi32(h, 2);
         return mask_or(pair < 2 ? q : _mm512_srli_epi32(q, 4), bytes512(15), _mm512_and_si512(at, bytes512(0x30)));
     }
-    template <int STEP> LEAN_INLINE __m512 scale(int sub) const {
-        return signed_byte_float(head.scale[2 * (STEP / 2) + sub / 2], 2 * (sub % 2) + STEP % 2);
+    template <int STEP> LEAN_INLINE __m512i scale(int sub) const {
+        return low_signed_byte(head.scale[2 * (STEP / 2) + sub / 2], 2 * (sub % 2) + STEP % 2);
     }
 };
 
-// A run of a step for N tokens: sums[t] += scale * dot. The order of additions is the same for every N.
+// A run of a step for N tokens: totals[t] += scale * dot. With `offset`, the bytes from a group to its offsets, dots begin
+// with what Q6_K's unsigned words have too much. Each dot must fit 16 bits (`narrow`), so that one instruction scales and
+// adds it: its upper half, and what the offset of the next run leaves there, counts for nothing.
 template <class S, int STEP, int SUB, int N>
-LEAN_INLINE void run_256(const S& s, const uint8_t* p, const ActGroup* const* group, __m512* sums) {
+LEAN_INLINE void run_256(const S& s, const uint8_t* p, const ActGroup* const* group, int64_t offset, __m512i* totals) {
     constexpr int per = 16 / S::subs, first = S::first(STEP, SUB);
     __m512i w[per], dot[N];
 #pragma GCC unroll 8
     for (int i = 0; i < per; ++i) w[i] = S::template word<STEP>(p, per * SUB + i);
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dot[t] = _mm512_setzero_si512();
+    for (int t = 0; t < N; ++t)
+        dot[t] = S::zero == Zero::OFFSET ? broadcast4(group[t]->q + offset + first / 8) : _mm512_setzero_si512();
     add_words<add_unsigned, per, N>(w, [&](int t) { return group[t]->q + first; }, dot);
-    const __m512 scale = s.template scale<STEP>(SUB);
+    const __m512i scale = s.template scale<STEP>(SUB);
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[t]), scale, sums[t]);
+    for (int t = 0; t < N; ++t) totals[t] = _mm512_dpwssd_epi32(totals[t], dot[t], scale);
 }
 
-template <class S, int STEP, int N>
-LEAN_INLINE void step_256(const S& s, const uint8_t* p, const ActGroup* const* group, __m512* sums) {
-    run_256<S, STEP, 0, N>(s, p, group, sums);
-    run_256<S, STEP, 1, N>(s, p, group, sums);
-    if constexpr (S::subs == 4) {
-        run_256<S, STEP, 2, N>(s, p, group, sums);
-        run_256<S, STEP, 3, N>(s, p, group, sums);
-    }
+// The same for a token with dots of any size.
+template <class S, int STEP, int SUB>
+LEAN_INLINE void wide_run_256(const S& s, const uint8_t* p, const ActGroup* group, __m512i& total) {
+    constexpr int per = 16 / S::subs, first = S::first(STEP, SUB);
+    const bool offset = S::zero == Zero::OFFSET;
+    __m512i dot = _mm512_set1_epi32(offset ? -32 * group->sums[first / 16] : 0);
+    for (int i = 0; i < per; ++i) dot = add_unsigned(dot, S::template word<STEP>(p, per * SUB + i), group->q + first + 4 * i);
+    const __m512i scale = _mm512_srai_epi32(_mm512_slli_epi32(s.template scale<STEP>(SUB), 16), 16);
+    total = _mm512_add_epi32(total, _mm512_mullo_epi32(dot, scale));
 }
 
-// sums[t] = -32 * sum of scale * (sum of the activations): what Q6_K's unsigned bytes have too much.
-template <int N> LEAN_INLINE void offsets(const __m512i* scale, const ActGroup* const* group, __m512* sums) {
-    const __m512i pairs[2] = {_mm512_broadcast_i32x4(_mm_set_epi32(0x0d800c80, 0x09800880, 0x05800480, 0x01800080)),
-                              _mm512_broadcast_i32x4(_mm_set_epi32(0x0f800e80, 0x0b800a80, 0x07800680, 0x03800280))};
-    __m512i wide[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)  // a signed byte in the upper half of its word, so that it is 256 times itself
-        wide[i] = _mm512_sub_epi16(_mm512_setzero_si512(),
-                                   _mm512_srai_epi16(_mm512_shuffle_epi8(scale[i / 2], pairs[i % 2]), 3));
-#pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) {
-        __m512i sum = _mm512_setzero_si512();
-        const auto* of_16 = reinterpret_cast<const uint8_t*>(group[t]->sums);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) sum = _mm512_dpwssd_epi32(sum, wide[i], broadcast4(of_16 + 4 * i));
-        sums[t] = _mm512_cvtepi32_ps(sum);
-    }
+// body(step, sub) for each run of a block.
+template <class S, class F> LEAN_INLINE void for_runs(F&& body) {
+    const auto step = [&](auto at) LEAN_ALWAYS {
+        body(at, Count<0>());
+        body(at, Count<1>());
+        if constexpr (S::subs == 4) {
+            body(at, Count<2>());
+            body(at, Count<3>());
+        }
+    };
+    step(Count<0>());
+    step(Count<1>());
+    step(Count<2>());
+    step(Count<3>());
+}
+
+template <class S> LEAN_APART __m512i wide_total_256(const S& s, const uint8_t* p, const ActGroup* group) {
+    __m512i total = _mm512_setzero_si512();
+    for_runs<S>([&](auto step, auto sub) { wide_run_256<S, step.value, sub.value>(s, p, group, total); });
+    return total;
 }
 
 // sums[t] = sum of minimum * (sum of the activations)
@@ -288,28 +298,33 @@ template <class S, int N>
 LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGroup* const* row, int64_t groups,
                            __m512* acc) {
     const ActGroup* group[N];
-    __m512 sums[N];
-    __m512i less[N];
-#pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) group[t] = row[t] + g;
-    if constexpr (S::zero == Zero::OFFSET) {
-        offsets<N>(s.head.scale, group, sums);
-    } else {
-        minima<N>(s.head.min, group, less);
-#pragma GCC unroll 16
-        for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_ps();
-    }
-    step_256<S, 0, N>(s, p, group, sums);
-    step_256<S, 1, N>(s, p, group, sums);
-    step_256<S, 2, N>(s, p, group, sums);
-    step_256<S, 3, N>(s, p, group, sums);
+    __m512i totals[N], less[N];
+    uint32_t narrow = S::narrow;
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
+        group[t] = row[t] + g;
+        narrow &= group[t]->narrow;
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) totals[t] = _mm512_setzero_si512();
+    if (__builtin_expect(narrow != 0, true)) {
+        constexpr auto size = static_cast<int64_t>(sizeof(ActGroup));
+        const int64_t offset = (groups - g) * size + groups * static_cast<int64_t>(sizeof(float)) + 32 * g;
+        for_runs<S>([&](auto step, auto sub) LEAN_ALWAYS {
+            run_256<S, step.value, sub.value, N>(s, p, group, offset, totals);
+        });
+    } else {
+        for (int t = 0; t < N; ++t) totals[t] = wide_total_256(s, p, group[t]);
+    }
+    if constexpr (S::zero == Zero::MINIMA) minima<N>(s.head.min, group, less);
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) {
+        const __m512 total = _mm512_cvtepi32_ps(totals[t]);
         __m512 sum;
         if constexpr (S::zero == Zero::OFFSET)
-            sum = _mm512_mul_ps(s.head.d, sums[t]);
+            sum = _mm512_mul_ps(s.head.d, total);
         else
-            sum = _mm512_fmsub_ps(s.head.d, sums[t], _mm512_mul_ps(s.head.dmin, _mm512_cvtepi32_ps(less[t])));
+            sum = _mm512_fmsub_ps(s.head.d, total, _mm512_mul_ps(s.head.dmin, _mm512_cvtepi32_ps(less[t])));
         const float scale = reinterpret_cast<const float*>(row[t] + groups)[g];
         acc[t] = _mm512_fmadd_ps(sum, _mm512_set1_ps(scale), acc[t]);
     }
@@ -342,8 +357,9 @@ template <class S> struct Ready256 {
     static constexpr int subs = S::subs;
     static constexpr Zero zero = S::zero;
     static constexpr int first(int step, int sub) { return S::first(step, sub); }
+    static constexpr Narrow narrow = S::narrow;
     alignas(64) uint8_t words[64 * 64];
-    __m512 scales[4 * subs];
+    __m512i scales[4 * subs];
     decltype(S::head) head;
 
     template <int STEP> LEAN_INLINE void unpack_step(const S& s, const uint8_t* p) {
@@ -360,7 +376,7 @@ template <class S> struct Ready256 {
         unpack_step<3>(s, p);
     }
     template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) { return load512(p + 64 * (16 * STEP + i)); }
-    template <int STEP> LEAN_INLINE __m512 scale(int sub) const { return scales[STEP * subs + sub]; }
+    template <int STEP> LEAN_INLINE __m512i scale(int sub) const { return scales[STEP * subs + sub]; }
 };
 
 // to[t] = from[t] + what block g adds for N tokens.

@@ -84,6 +84,40 @@ def test_bits_do_not_depend_on_the_company_a_token_or_a_row_keeps(name: str) -> 
 
 
 @needs_avx512
+@pytest.mark.parametrize(
+    ("name", "run", "largest", "bytes_of_weights"),
+    [
+        ("Q4_K", 32, 2**15 // 15, slice(16, 144)),
+        ("Q5_K", 32, 2**15 // 31, slice(16, 176)),
+        ("Q6_K", 16, 2**15 // 32, slice(0, 192)),
+    ],
+)
+@pytest.mark.parametrize("extreme", [0, 255])
+def test_sums_of_a_run_that_do_not_fit_16_bits(
+    name: str, run: int, largest: int, bytes_of_weights: slice, extreme: int
+) -> None:
+    """Such tokens are multiplied otherwise, with those that share their call, and must get the same numbers."""
+    rng = np.random.default_rng(9)
+    w = random_weight(name, 16, 512, rng)
+    w.data.view(-1, BY_NAME[name].block_bytes)[:, bytes_of_weights] = extreme
+    sums = [largest + more for more in range(-2, 3)] + [run * 127]
+    x = torch.zeros(2 * len(sums), 512)
+    for token, wanted in enumerate(sums + sums):
+        sign, first = 1 if token < len(sums) else -1, int(rng.integers(512 // run)) * run
+        for i in range(run):
+            x[token, first + i] = sign * min(127, max(0, wanted - 127 * i))
+        x[token, [0, 256]] = x[token, [0, 256]].where(x[token, [0, 256]] != 0, -127.0 * sign)
+    ordinary = inputs(20, 512, rng)
+    want, size = expected(w, torch.cat([x, ordinary]))
+    with using("avx512"):
+        whole = rearranged(w)
+        got = kernels.linear(whole, torch.cat([x, ordinary]))
+        alone = torch.cat([kernels.linear(whole, row) for row in torch.cat([x, ordinary]).split(1)])
+    assert (np.abs(got.double().numpy() - want) <= 1e-6 * size + 1e-30).all()
+    assert torch.equal(got, alone)
+
+
+@needs_avx512
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
 def test_bits_do_not_depend_on_how_many_tokens_share_a_cache(name: str) -> None:
     """Rows so wide that a prompt's tokens are gone through in several runs: each must meet every row of weights."""
