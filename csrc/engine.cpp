@@ -12,48 +12,14 @@
 #endif
 
 #include "isa.h"
+#include "product.h"
 
 namespace lean {
 
-// Consecutive (token, expert) pairs of one expert that are computed together.
-struct Part {
-    const uint8_t* slot;
-    int64_t first;   // pair index in the call
-    int64_t count;
-    int64_t hidden;  // row of the hidden buffer that belongs to `first`
-};
-
 namespace {
 
-constexpr int64_t ROW_STEP = 16;  // every layout's rows divide it
-constexpr size_t HIDDEN_BYTES = size_t{32} << 20;  // the hidden buffer of one wave of pairs
-constexpr int64_t MIN_WAVE = 256;                  // pairs
 constexpr size_t SCRATCH_ALIGNMENT = size_t{2} << 20;  // a huge page
 constexpr size_t PANEL_BYTES = size_t{1} << 19;    // of rounded activations
-
-const Kernel* look_up(const KernelTable& table, int32_t qtype, Layout layout) {
-    for (int32_t i = 0; i < table.kernel_count; ++i)
-        if (table.kernels[i].qtype == qtype && table.kernels[i].layout == layout) return &table.kernels[i];
-    return nullptr;
-}
-
-const Kernel& find_kernel(const KernelTable& table, int32_t qtype, Layout layout) {
-    if (const Kernel* kernel = look_up(table, qtype, layout)) return *kernel;
-    throw std::invalid_argument("no product for tensor type " + std::to_string(qtype) + " in layout " +
-                                std::to_string(layout) + " on " + table.name);
-}
-
-float float_at(const uint8_t* p) {
-    float value;
-    std::memcpy(&value, p, sizeof(value));
-    return value;
-}
-
-// Rows per task: small enough that every thread gets several, large enough to reuse a tile of activations.
-int64_t chunk_rows(int64_t rows, int threads) {
-    const int64_t even = rows / (threads * 8);
-    return std::clamp<int64_t>(even / ROW_STEP * ROW_STEP, ROW_STEP, ROW_CHUNK);
-}
 
 // body(task, first, last) for each of `tasks` and all tokens, on the threads. All tasks take a panel of tokens, as many as
 // leave room for weights in a core's second cache, before the next panel; a token's rounded activations have `stride` bytes.
@@ -64,99 +30,6 @@ template <class F> void over_panels(ThreadPool& pool, int64_t tasks, int64_t tok
         const int64_t first = i / tasks * panel;
         body(i % tasks, first, std::min(first + panel, tokens));
     });
-}
-
-// A weight matrix with what is applied to its product.
-struct Operand {
-    const Kernel* kernel;
-    const uint8_t* data;
-    int64_t cols;
-    size_t row_bytes;
-    const uint8_t* bias;   // F32[rows] or null
-    const uint8_t* scale;  // F32 or null
-};
-
-Operand operand(const KernelTable& table, const uint8_t* base, const ExpertMatrix& m) {
-    return {&find_kernel(table, m.matrix.format->qtype, m.matrix.layout),
-            base + m.offset,
-            m.matrix.cols,
-            static_cast<size_t>(m.matrix.format->row_bytes(m.matrix.cols)),
-            m.bias < 0 ? nullptr : base + m.bias,
-            m.scale < 0 ? nullptr : base + m.scale};
-}
-
-// Rows [begin, end) of a product with n <= TILE activation rows, each stored from at on in its row of `out`.
-void multiply_tile(const Operand& w, int64_t begin, int64_t end, const uint8_t* const* act, int n, float* const* out,
-                   int64_t at) {
-    w.kernel->dot(w.data + static_cast<size_t>(begin) * w.row_bytes, end - begin, w.cols, act, n, out, at);
-    if (w.scale != nullptr) {
-        const float scale = float_at(w.scale);
-        for (int t = 0; t < n; ++t)
-            for (int64_t r = 0; r < end - begin; ++r) out[t][at + r] *= scale;
-    }
-    if (w.bias != nullptr)
-        for (int64_t r = 0; r < end - begin; ++r) {
-            const float bias = float_at(w.bias + 4 * (begin + r));
-            for (int t = 0; t < n; ++t) out[t][at + r] += bias;
-        }
-}
-
-// Rows [begin, end) of a product with the activation rows act(t) of tokens [first, last), each stored from `at` on in
-// its row out(t).
-template <class ActOf, class OutOf>
-void multiply_rows(const Operand& w, int64_t begin, int64_t end, int64_t first, int64_t last, int64_t at, ActOf&& act,
-                   OutOf&& out) {
-    const uint8_t* rows[TILE];
-    float* to[TILE];
-    for (; first < last; first += TILE) {
-        const int n = static_cast<int>(std::min<int64_t>(TILE, last - first));
-        for (int t = 0; t < n; ++t) {
-            rows[t] = act(first + t);
-            to[t] = out(first + t);
-        }
-        multiply_tile(w, begin, end, rows, n, to, at);
-    }
-}
-
-// Splits the calls' pairs into waves whose hidden rows fit a bounded buffer.
-template <class F> void for_each_wave(const FfnCall& call, int64_t limit, F&& run) {
-    std::vector<Part> parts;
-    int64_t first = 0, filled = 0;
-    for (size_t e = 0; e < call.slots.size(); ++e) {
-        for (int64_t left = call.counts[e]; left > 0;) {
-            const int64_t count = std::min(left, limit - filled);
-            parts.push_back({call.slots[e], first, count, filled});
-            first += count;
-            filled += count;
-            left -= count;
-            if (filled == limit) {
-                run(parts, filled);
-                parts.clear();
-                filled = 0;
-            }
-        }
-    }
-    if (filled > 0) run(parts, filled);
-}
-
-void check_call(const FfnCall& call) {
-    if (call.slots.size() != call.counts.size()) throw std::invalid_argument("one count is wanted for each slot");
-    int64_t pairs = 0;
-    for (int64_t count : call.counts) {
-        if (count < 0 || count > call.pairs) throw std::invalid_argument("a count is negative or too large");
-        pairs += count;
-    }
-    if (pairs != call.pairs)
-        throw std::invalid_argument("counts sum to " + std::to_string(pairs) + ", but there are " +
-                                    std::to_string(call.pairs) + " token and dest indices");
-    for (int64_t i = 0; i < pairs; ++i) {
-        if (call.token[i] < 0 || call.token[i] >= call.tokens)
-            throw std::invalid_argument("token index " + std::to_string(call.token[i]) + " is outside x, which has " +
-                                        std::to_string(call.tokens) + " rows");
-        if (call.dest[i] < 0 || call.dest[i] >= call.out_rows)
-            throw std::invalid_argument("dest index " + std::to_string(call.dest[i]) + " is outside out, which has " +
-                                        std::to_string(call.out_rows) + " rows");
-    }
 }
 
 }  // namespace
@@ -318,94 +191,6 @@ void Engine::linear_group(const std::vector<GroupMatrix>& group, const float* x,
             operands[i], begin, end, first, last, begin,
             [&](int64_t t) { return act + places[i] + static_cast<size_t>(t) * stride; },
             [&](int64_t t) { return out[i] + t * rows; });
-    });
-}
-
-void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
-    check_call(call);
-    std::lock_guard lock(mutex_);
-    uint8_t* written = index_.get(static_cast<size_t>(call.out_rows));
-    std::memset(written, 0, static_cast<size_t>(call.out_rows));
-    for (int64_t i = 0; i < call.pairs; ++i)
-        if (written[call.dest[i]]++ != 0)
-            throw std::invalid_argument("dest names row " + std::to_string(call.dest[i]) + " twice");
-    const int64_t inner = plan.gate.matrix.rows;
-    const int64_t limit =
-        std::max<int64_t>(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES / (static_cast<size_t>(inner) * sizeof(float))));
-    for_each_wave(call, limit, [&](const std::vector<Part>& parts, int64_t pairs) {
-        ffn_part(plan, call, parts.data(), static_cast<int64_t>(parts.size()), pairs);
-    });
-}
-
-void Engine::ffn_part(const FfnPlan& plan, const FfnCall& call, const Part* parts, int64_t part_count, int64_t pairs) {
-    const KernelTable& table = *table_;
-    const int64_t first_pair = parts[0].first;
-    const int64_t width = plan.gate.matrix.cols, inner = plan.gate.matrix.rows, model = plan.down.matrix.rows;
-    const auto partner_of = [&](const ExpertMatrix& m) {
-        return find_kernel(table, m.matrix.format->qtype, m.matrix.layout).partner;
-    };
-
-    // Round each token that is used once, for gate's partner and for up's where it differs.
-    auto* place = reinterpret_cast<int32_t*>(index_.get(static_cast<size_t>(call.tokens + pairs) * sizeof(int32_t)));
-    int32_t* used = place + call.tokens;
-    std::fill_n(place, call.tokens, -1);
-    int32_t used_count = 0;
-    for (int64_t i = 0; i < pairs; ++i) {
-        const int32_t token = call.token[first_pair + i];
-        if (place[token] < 0) {
-            used[used_count] = token;
-            place[token] = used_count++;
-        }
-    }
-    const Partner partners[2] = {partner_of(plan.gate), partner_of(plan.up)};
-    const bool shared = partners[0] == partners[1];
-    const size_t strides[2] = {act_stride(partners[0], width), act_stride(partners[1], width)};
-    uint8_t* act = act_.get((strides[0] + (shared ? 0 : strides[1])) * static_cast<size_t>(used_count));
-    uint8_t* acts[2] = {act, shared ? act : act + strides[0] * static_cast<size_t>(used_count)};
-    pool_->parallel_for(used_count, [&](int64_t i) {
-        for (int p = 0; p < (shared ? 1 : 2); ++p)
-            table.quantize[partners[p]](call.x + used[i] * width, width, acts[p] + strides[p] * static_cast<size_t>(i));
-    });
-
-    auto* hidden = reinterpret_cast<float*>(hidden_.get(static_cast<size_t>(pairs * inner) * sizeof(float)));
-    const int64_t inner_chunk = chunk_rows(inner * part_count, pool_->threads());
-    const int64_t inner_chunks = (inner + inner_chunk - 1) / inner_chunk;
-    pool_->parallel_for(part_count * inner_chunks, [&](int64_t task) {
-        const Part& part = parts[task / inner_chunks];
-        const int64_t begin = task % inner_chunks * inner_chunk, end = std::min(begin + inner_chunk, inner);
-        const Operand gate = operand(table, part.slot, plan.gate), up = operand(table, part.slot, plan.up);
-        float up_tile[TILE][ROW_CHUNK], *gate_to[TILE], *up_to[TILE];
-        const uint8_t* rows[2][TILE];
-        for (int64_t i = 0; i < part.count; i += TILE) {
-            const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
-            for (int t = 0; t < n; ++t) {
-                for (int p = 0; p < 2; ++p)
-                    rows[p][t] = acts[p] + strides[p] * static_cast<size_t>(place[call.token[part.first + i + t]]);
-                gate_to[t] = hidden + (part.hidden + i + t) * inner;
-                up_to[t] = up_tile[t];
-            }
-            multiply_tile(gate, begin, end, rows[0], n, gate_to, begin);
-            multiply_tile(up, begin, end, rows[1], n, up_to, 0);
-            for (int t = 0; t < n; ++t) table.glu(call.activation, gate_to[t] + begin, up_tile[t], end - begin);
-        }
-    });
-
-    const Partner down_partner = partner_of(plan.down);
-    const size_t stride = act_stride(down_partner, inner);
-    uint8_t* hidden_act = hidden_act_.get(stride * static_cast<size_t>(pairs));
-    pool_->parallel_for(pairs, [&](int64_t i) {
-        table.quantize[down_partner](hidden + i * inner, inner, hidden_act + stride * static_cast<size_t>(i));
-    });
-
-    const int64_t model_chunk = chunk_rows(model * part_count, pool_->threads());
-    const int64_t model_chunks = (model + model_chunk - 1) / model_chunk;
-    pool_->parallel_for(part_count * model_chunks, [&](int64_t task) {
-        const Part& part = parts[task / model_chunks];
-        const int64_t begin = task % model_chunks * model_chunk, end = std::min(begin + model_chunk, model);
-        multiply_rows(
-            operand(table, part.slot, plan.down), begin, end, 0, part.count, begin,
-            [&](int64_t i) { return hidden_act + stride * static_cast<size_t>(part.hidden + i); },
-            [&](int64_t i) { return call.out + call.dest[part.first + i] * model; });
     });
 }
 

@@ -121,8 +121,6 @@ public:
 
 private:
     Engine();
-    void ffn_part(const FfnPlan& plan, const FfnCall& call, const struct Part* parts, int64_t part_count,
-                  int64_t pairs);
 
     std::mutex mutex_;  // one call at a time: the threads are already shared by it
     std::unique_ptr<ThreadPool> pool_;

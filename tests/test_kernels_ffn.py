@@ -139,6 +139,27 @@ def test_bits_do_not_depend_on_the_grouping(types: tuple[str, str, str], isa: st
             assert torch.equal(alone[0], together[batch.dest[i]]), i
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("inner", "largest"), [(512, 90), (2048, 300)])
+def test_bits_do_not_depend_on_who_computes_an_expert(inner: int, largest: int, isa: str) -> None:
+    """A long prompt's experts are each computed by one thread, in parts if large, unless there are few of them."""
+    rng = np.random.default_rng(6)
+    layout = expert_layout(("Q4_K", "Q8_0", "Q6_K"), inner, 256, ("gate_bias", "down_bias"))
+    counts = [largest, 1, 65, 30, largest - 6, 64, 0, largest, 40, largest]
+    batch = random_batch(layout, counts, 350, rng)
+    x = inputs(350, 256, rng)
+    alone = torch.full((sum(counts), 256), torch.nan)
+    ends = list(itertools.accumulate(counts))
+    with using(isa, threads=2):
+        for e, end in enumerate(ends):
+            span = slice(end - counts[e], end)
+            one = ExpertBatch([batch.slots[e]], [counts[e]], batch.token[span], batch.dest[span])
+            kernels.moe_ffn(layout, one, x, alone)
+    for threads in (1, 2, 3):
+        with using(isa, threads):
+            assert torch.equal(run(layout, batch, x), alone)
+
+
 def test_more_pairs_than_one_wave_of_scratch() -> None:
     """A long prompt must not need scratch in proportion to its length, nor change a bit."""
     rng = np.random.default_rng(4)

@@ -35,8 +35,8 @@ _BASE_VARIES = 4 << 20
 # Pinned staging and the CUDA runtime's own host memory, for each GPU.
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
-# HIDDEN_BYTES and MIN_WAVE of csrc/engine.cpp.
-_HIDDEN_BYTES, _LEAST_PAIRS = 32 << 20, 256
+# HIDDEN_BYTES and MIN_WAVE of csrc/ffn.cpp.
+_HIDDEN_BYTES, _LEAST_PAIRS = 8 << 20, 256
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -343,7 +343,7 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
     experts = 0
     if router is not None:
         # What every expert says of every token, kept until all have spoken; what the tokens are rounded to; and the
-        # products' own buffers, which are bounded (`csrc/engine.cpp`), as floats and rounded.
+        # products' own buffers, which are bounded (`csrc/ffn.cpp`), as floats and rounded.
         kept = (router.top_k + 2) * spec.hidden + 4 * router.experts
         pairs = max(_HIDDEN_BYTES // (4 * spec.expert_width), _LEAST_PAIRS)
         inner = 3 * min(chunk * router.top_k, pairs) + chunk
