@@ -10,7 +10,7 @@
 #pragma once
 #include "attend512.h"
 #include "attend_chunk.h"
-#include "rows16.h"
+#include "strips512.h"
 
 namespace lean {
 namespace {
