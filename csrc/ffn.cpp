@@ -19,7 +19,6 @@ struct Part {
     const uint8_t* slot;
     int64_t first;  // pair index in the call
     int64_t count;
-    int64_t hidden;  // row of the hidden buffer that belongs to `first`
 };
 
 void check_call(const FfnCall& call) {
@@ -49,32 +48,11 @@ std::vector<Part> parts_of(const FfnCall& call, int64_t limit) {
     for (size_t e = 0; e < call.slots.size(); ++e)
         for (int64_t left = call.counts[e]; left > 0;) {
             const int64_t count = std::min(left, limit);
-            parts.push_back({call.slots[e], first, count, 0});
+            parts.push_back({call.slots[e], first, count});
             first += count;
             left -= count;
         }
     return parts;
-}
-
-// Splits the experts' pairs into waves whose hidden rows fit a bounded buffer.
-template <class F> void for_each_wave(const FfnCall& call, int64_t limit, F&& run) {
-    std::vector<Part> parts;
-    int64_t first = 0, filled = 0;
-    for (size_t e = 0; e < call.slots.size(); ++e) {
-        for (int64_t left = call.counts[e]; left > 0;) {
-            const int64_t count = std::min(left, limit - filled);
-            parts.push_back({call.slots[e], first, count, filled});
-            first += count;
-            filled += count;
-            left -= count;
-            if (filled == limit) {
-                run(parts, filled);
-                parts.clear();
-                filled = 0;
-            }
-        }
-    }
-    if (filled > 0) run(parts, filled);
 }
 
 // A call with its tokens rounded, and the steps of a part.
@@ -181,28 +159,39 @@ void by_parts(ThreadPool& pool, const Ffn& ffn, std::vector<Part>& parts, Scratc
     });
 }
 
-// Few parts: their rows are divided between the threads.
-void by_rows(ThreadPool& pool, const Ffn& ffn, const std::vector<Part>& parts, int64_t pairs, Scratch& hidden_rows,
+// The rows of `count` consecutive parts divided between the threads, one step after the other.
+void by_rows(ThreadPool& pool, const Ffn& ffn, const Part* parts, int64_t count, Scratch& hidden_rows,
              Scratch& rounded_rows) {
-    const int64_t inner = ffn.inner(), model = ffn.plan.down.matrix.rows, count = static_cast<int64_t>(parts.size());
+    const int64_t inner = ffn.inner(), model = ffn.plan.down.matrix.rows, first = parts[0].first;
+    const int64_t pairs = parts[count - 1].first + parts[count - 1].count - first;
     auto* hidden = reinterpret_cast<float*>(hidden_rows.get(static_cast<size_t>(pairs * inner) * sizeof(float)));
     uint8_t* rounded = rounded_rows.get(ffn.rounded_bytes * static_cast<size_t>(pairs));
-    const auto chunks_of = [&](int64_t rows, auto&& body) {
+    const auto in_chunks = [&](int64_t rows, auto&& body) {
         const int64_t chunk = chunk_rows(rows * count, pool.threads()), chunks = (rows + chunk - 1) / chunk;
         pool.parallel_for(count * chunks, [&](int64_t task) {
+            const Part& part = parts[task / chunks];
             const int64_t begin = task % chunks * chunk;
-            body(parts[static_cast<size_t>(task / chunks)], begin, std::min(begin + chunk, rows));
+            body(part, part.first - first, begin, std::min(begin + chunk, rows));
         });
     };
-    chunks_of(inner, [&](const Part& part, int64_t begin, int64_t end) {
-        ffn.gate_and_up(part, begin, end, hidden + part.hidden * inner);
+    in_chunks(inner, [&](const Part& part, int64_t at, int64_t begin, int64_t end) {
+        ffn.gate_and_up(part, begin, end, hidden + at * inner);
     });
     pool.parallel_for(pairs, [&](int64_t i) {
         ffn.round(hidden + i * inner, rounded + ffn.rounded_bytes * static_cast<size_t>(i));
     });
-    chunks_of(model, [&](const Part& part, int64_t begin, int64_t end) {
-        ffn.down(part, begin, end, rounded + ffn.rounded_bytes * static_cast<size_t>(part.hidden));
+    in_chunks(model, [&](const Part& part, int64_t at, int64_t begin, int64_t end) {
+        ffn.down(part, begin, end, rounded + ffn.rounded_bytes * static_cast<size_t>(at));
     });
+}
+
+// body(parts, count) for consecutive parts of at most `limit` pairs together.
+template <class F> void for_each_wave(const std::vector<Part>& parts, int64_t limit, F&& body) {
+    for (size_t begin = 0, end = 0; begin < parts.size(); begin = end) {
+        int64_t pairs = 0;
+        for (; end < parts.size() && pairs + parts[end].count <= limit; ++end) pairs += parts[end].count;
+        body(parts.data() + begin, static_cast<int64_t>(end - begin));
+    }
 }
 
 }  // namespace
@@ -220,17 +209,18 @@ void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     round_tokens(*pool_, ffn, index_, act_);
     const int64_t threads = pool_->threads();
     const auto row = static_cast<int64_t>(static_cast<size_t>(ffn.inner()) * sizeof(float));
-    const int64_t most = static_cast<int64_t>(std::min(HIDDEN_BYTES / static_cast<size_t>(threads), PART_BYTES)) / row / TILE * TILE;
-    if (most > 0 && call.pairs >= threads * TILE) {
-        std::vector<Part> parts = parts_of(call, most);
+    const auto share = static_cast<int64_t>(std::min(HIDDEN_BYTES / static_cast<size_t>(threads), PART_BYTES));
+    const int64_t tiles = share / row / TILE;
+    if (tiles > 0 && call.pairs >= threads * TILE) {
+        std::vector<Part> parts = parts_of(call, tiles * TILE);
         int64_t largest = 0;
         for (const Part& part : parts) largest = std::max(largest, part.count);
         if (2 * threads * largest <= call.pairs) return by_parts(*pool_, ffn, parts, hidden_, hidden_act_);
     }
-    for_each_wave(call, std::max(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES) / row),
-                  [&](const std::vector<Part>& parts, int64_t pairs) {
-                      by_rows(*pool_, ffn, parts, pairs, hidden_, hidden_act_);
-                  });
+    const int64_t limit = std::max(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES) / row);
+    for_each_wave(parts_of(call, limit), limit, [&](const Part* parts, int64_t count) {
+        by_rows(*pool_, ffn, parts, count, hidden_, hidden_act_);
+    });
 }
 
 }  // namespace lean

@@ -131,8 +131,7 @@ class ExpertCache:
             if not shelf.roomy:
                 shelf.policy.on_use(keys, phase)
             self._sweep.stop()  # whoever asks knows what it wants; a long prompt aims it anew
-            if self._guesses:
-                self._guesses.visited(layer)
+            self._guesses.visited(layer)
             if acquire.deferred:
                 self._start_reads(acquire)
             self._counters.count(layer, hits, joined, len(keys) - hits - joined)

@@ -19,6 +19,7 @@ class Speculation:
         self.nbytes = 0
         self._counters = counters
         self._slots: dict[Key, Slot] = {}  # oldest first
+        self._coming: dict[int, list[Slot]] = {}  # by layer, since it was last visited; some may have ended
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -35,6 +36,7 @@ class Speculation:
         """`slot` was claimed for a read ahead, which starts now."""
         slot.guessed = slot.fresh = True
         self._slots[slot.key] = slot
+        self._coming.setdefault(slot.layer, []).append(slot)
         self.nbytes += slot.nbytes
         self._counters.ahead(slot.key[0]).issued += 1
 
@@ -54,8 +56,8 @@ class Speculation:
 
     def visited(self, layer: int) -> None:
         """The router of `layer` has spoken: its guesses that were not among the picks are stale."""
-        for key, slot in self._slots.items():
-            if key[0] == layer:
+        for slot in self._coming.pop(layer, ()):
+            if slot.layer == layer:
                 slot.fresh = False
 
     def _end(self, slot: Slot) -> None:
