@@ -32,9 +32,9 @@ enum Partner : int32_t { ACT_F32, ACT_F16, ACT_BF16, ACT_Q8_K, ACT_Q8_0, ACT_Q8_
 enum Narrow : uint32_t { NARROW_15 = 1, NARROW_31 = 2, NARROW_32 = 4 };
 
 // One rounded activation row is private to the unit that made it. Eight-bit partners hold groups of 256
-// elements, the last one padded with zeros; a Q8_K row has its scales behind the groups, and behind them 16 numbers for
-// each group: -32 * sum(q) per 16 elements, modulo 2^16. Float partners hold the rounded values as float32, padded with
-// zeros to whole groups.
+// elements, the last one padded with zeros. A Q8_K row has its scales behind the groups, and behind them room for 16
+// numbers of each group, with AVX-512 -32 * sum(q) per 16 elements, modulo 2^16. Float partners hold the rounded
+// values as float32, padded with zeros to whole groups.
 struct ActGroup {
     uint8_t q[256];  // int8, or int8 + 128 where the unit multiplies biased activations
     union {
@@ -44,7 +44,7 @@ struct ActGroup {
     union {
         struct {
             int16_t sums32[8];  // Q8_K: sum(q) per 32 elements
-            uint32_t narrow;    // Q8_K: bits of Narrow
+            uint32_t narrow;    // Q8_K of AVX-512: bits of Narrow
         };
         float s[8];  // Q8_1: scale * sum(q) per 32 elements, rounded to half
     };

@@ -40,51 +40,14 @@ inline int sum_int8(const uint8_t* q, int n) {
     return sum;
 }
 
-inline int sum_abs_int8(const uint8_t* q, int n) {
-    int sum = 0;
-    for (int i = 0; i < n; ++i) {
-        const int v = static_cast<int8_t>(q[i]);
-        sum += v < 0 ? -v : v;
-    }
-    return sum;
-}
-
-// What `ActGroup::narrow` says where no 16 elements have a larger sum of absolute values than `size16`, and no 32 a larger
-// sum of those of one sign than `one_sign32`.
-inline uint32_t narrow_bits(int size16, int one_sign32) {
-    constexpr int limit = 1 << 15;
-    return (15 * one_sign32 < limit ? NARROW_15 : 0u) | (31 * one_sign32 < limit ? NARROW_31 : 0u) |
-           (32 * size16 < limit ? NARROW_32 : 0u);
-}
-
-inline void sum_q8_k(ActGroup* group, int16_t* offsets) {
-    int size[16], size16 = 0, one_sign32 = 0;
-    for (int j = 0; j < 16; ++j) {
-        const int sum = sum_int8(group->q + 16 * j, 16);
-        group->sums[j] = static_cast<int16_t>(sum);
-        offsets[j] = static_cast<int16_t>(-32 * sum);
-        size[j] = sum_abs_int8(group->q + 16 * j, 16);
-        size16 = size[j] > size16 ? size[j] : size16;
-    }
-    for (int j = 0; j < 8; ++j) {
-        const int sum = group->sums[2 * j] + group->sums[2 * j + 1];
-        group->sums32[j] = static_cast<int16_t>(sum);
-        const int one_sign = (size[2 * j] + size[2 * j + 1] + (sum < 0 ? -sum : sum)) / 2;
-        one_sign32 = one_sign > one_sign32 ? one_sign : one_sign32;
-    }
-    group->narrow = narrow_bits(size16, one_sign32);
-}
-
 inline void quantize_q8_k(const float* x, int64_t cols, uint8_t* act) {
     auto* group = reinterpret_cast<ActGroup*>(act);
     const int64_t groups = act_groups(cols);
     auto* scale = reinterpret_cast<float*>(group + groups);
-    auto* offsets = reinterpret_cast<int16_t*>(scale + groups);
-    for (int64_t g = 0; g < groups; ++g, ++group, x += GROUP, offsets += 16) {
+    for (int64_t g = 0; g < groups; ++g, ++group, x += GROUP) {
         const uint32_t amax = max_abs_bits(x, GROUP);
         if (amax == 0 || amax >= INF_BITS) {
             memset(group, 0, sizeof(ActGroup));
-            memset(offsets, 0, 16 * sizeof(int16_t));
             scale[g] = amax == 0 ? 0.0f : bits_float(0x7fc00000);
             continue;
         }
@@ -95,7 +58,9 @@ inline void quantize_q8_k(const float* x, int64_t cols, uint8_t* act) {
         const float factor = -127.0f / largest;
         const float d = 1.0f / factor;
         round_to_int8(x, GROUP, factor, 0, group->q);
-        sum_q8_k(group, offsets);
+        for (int j = 0; j < 16; ++j) group->sums[j] = static_cast<int16_t>(sum_int8(group->q + 16 * j, 16));
+        for (int j = 0; j < 8; ++j)
+            group->sums32[j] = static_cast<int16_t>(group->sums[2 * j] + group->sums[2 * j + 1]);
         scale[g] = d;
     }
 }
