@@ -10,9 +10,9 @@
 namespace lean {
 namespace {
 
-constexpr size_t HIDDEN_BYTES = size_t{8} << 20;  // of hidden rows at once
-constexpr size_t PART_BYTES = size_t{1} << 20;    // of hidden rows that share a core's second cache with what they meet
-constexpr int64_t MIN_WAVE = 256;                 // pairs
+constexpr int64_t HIDDEN_BYTES = 8 << 20;  // of hidden rows at once
+constexpr int64_t PART_BYTES = 1 << 20;    // of hidden rows that share a core's second cache with what they meet
+constexpr int64_t MIN_WAVE = 256;          // pairs
 
 // Consecutive (token, expert) pairs of one expert that are computed together.
 struct Part {
@@ -133,10 +133,10 @@ void round_tokens(ThreadPool& pool, Ffn& ffn, Scratch& index, Scratch& act) {
     });
 }
 
-// Whole parts, the largest first, each by the thread that takes it: what it makes stays in that core's caches, and no
-// thread waits for another before the end.
-void by_parts(ThreadPool& pool, const Ffn& ffn, std::vector<Part>& parts, Scratch& hidden_rows, Scratch& rounded_rows) {
-    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.count > b.count; });
+// Whole parts, the largest first as they come, each by the thread that takes it: what it makes stays in that core's
+// caches, and no thread waits for another before the end.
+void by_parts(ThreadPool& pool, const Ffn& ffn, const std::vector<Part>& parts, Scratch& hidden_rows,
+              Scratch& rounded_rows) {
     const int64_t threads = pool.threads(), inner = ffn.inner(), model = ffn.plan.down.matrix.rows;
     const auto most = static_cast<size_t>(parts[0].count);
     const size_t hidden_size = most * static_cast<size_t>(inner), rounded_size = most * ffn.rounded_bytes;
@@ -208,16 +208,14 @@ void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     Ffn ffn{*table_, plan, call};
     round_tokens(*pool_, ffn, index_, act_);
     const int64_t threads = pool_->threads();
-    const auto row = static_cast<int64_t>(static_cast<size_t>(ffn.inner()) * sizeof(float));
-    const auto share = static_cast<int64_t>(std::min(HIDDEN_BYTES / static_cast<size_t>(threads), PART_BYTES));
-    const int64_t tiles = share / row / TILE;
+    const int64_t row = ffn.inner() * static_cast<int64_t>(sizeof(float));
+    const int64_t tiles = std::min(HIDDEN_BYTES / threads, PART_BYTES) / row / TILE;
     if (tiles > 0 && call.pairs >= threads * TILE) {
         std::vector<Part> parts = parts_of(call, tiles * TILE);
-        int64_t largest = 0;
-        for (const Part& part : parts) largest = std::max(largest, part.count);
-        if (2 * threads * largest <= call.pairs) return by_parts(*pool_, ffn, parts, hidden_, hidden_act_);
+        std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.count > b.count; });
+        if (2 * threads * parts[0].count <= call.pairs) return by_parts(*pool_, ffn, parts, hidden_, hidden_act_);
     }
-    const int64_t limit = std::max(MIN_WAVE, static_cast<int64_t>(HIDDEN_BYTES) / row);
+    const int64_t limit = std::max(MIN_WAVE, HIDDEN_BYTES / row);
     for_each_wave(parts_of(call, limit), limit, [&](const Part* parts, int64_t count) {
         by_rows(*pool_, ffn, parts, count, hidden_, hidden_act_);
     });

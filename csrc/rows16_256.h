@@ -27,31 +27,30 @@ struct HeadK4 {
 
 enum class Zero { MINIMA, OFFSET };
 
-template <> struct Strip256<Q4_K> {
-    static constexpr int words = 36, subs = 2;
-    static constexpr bool has_rest = false;
+// What Q4_K and Q5_K share.
+struct StripK4 {
+    static constexpr int subs = 2;
     static constexpr Zero zero = Zero::MINIMA;
-    static constexpr Narrow narrow = NARROW_15;
     HeadK4 head;
     LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
     static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
-    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) {
-        const __m512i q = load512(p + 64 * (4 + 8 * STEP + i % 8));
-        return _mm512_and_si512(i < 8 ? q : _mm512_srli_epi32(q, 4), bytes512(15));
-    }
     template <int STEP> LEAN_INLINE __m512i scale(int sub) const {
         return low_byte(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
     }
 };
 
-template <> struct Strip256<Q5_K> {
-    static constexpr int words = 44, subs = 2;
-    static constexpr bool has_rest = false;
-    static constexpr Zero zero = Zero::MINIMA;
+template <> struct Strip256<Q4_K> : StripK4 {
+    static constexpr int words = 36;
+    static constexpr Narrow narrow = NARROW_15;
+    template <int STEP> static LEAN_INLINE __m512i word(const uint8_t* p, int i) {
+        const __m512i q = load512(p + 64 * (4 + 8 * STEP + i % 8));
+        return _mm512_and_si512(i < 8 ? q : _mm512_srli_epi32(q, 4), bytes512(15));
+    }
+};
+
+template <> struct Strip256<Q5_K> : StripK4 {
+    static constexpr int words = 44;
     static constexpr Narrow narrow = NARROW_31;
-    HeadK4 head;
-    LEAN_INLINE void read(const uint8_t* p, const uint8_t*) { head.read(p); }
-    static constexpr int first(int step, int sub) { return 64 * step + 32 * sub; }
     template <int BIT> static LEAN_INLINE __m512i high(__m512i h) {  // bit BIT of each byte, as 16
         const __m512i at = BIT <= 4 ? _mm512_slli_epi32(h, static_cast<unsigned>(BIT <= 4 ? 4 - BIT : 0))
                                     : _mm512_srli_epi32(h, static_cast<unsigned>(BIT > 4 ? BIT - 4 : 0));
@@ -62,14 +61,10 @@ template <> struct Strip256<Q5_K> {
         return i < 8 ? mask_or(q, bytes512(15), high<2 * STEP>(h))
                      : mask_or(_mm512_srli_epi32(q, 4), bytes512(15), high<2 * STEP + 1>(h));
     }
-    template <int STEP> LEAN_INLINE __m512i scale(int sub) const {
-        return low_byte(head.scale[STEP / 2], 2 * (STEP % 2) + sub);
-    }
 };
 
 template <> struct Strip256<Q6_K> {
     static constexpr int words = 52, subs = 4;
-    static constexpr bool has_rest = true;
     static constexpr Zero zero = Zero::OFFSET;
     static constexpr Narrow narrow = NARROW_32;
     struct {

@@ -24,7 +24,6 @@ EXPERTS, TOP_K = 10, 1
 ALL = range(EXPERTS)
 MOST = range(1, EXPERTS)
 SIZES = dict.fromkeys(range(10), PAGE) | {11: 2 * PAGE, 12: 2 * PAGE}  # layer 10 is dense
-LAST = 12
 NEXT = dict(pairwise(SIZES))
 COUNTS = dict.fromkeys(SIZES, EXPERTS)
 FLOOR = slot_floor(SIZES, COUNTS, TOP_K)
@@ -83,7 +82,8 @@ def settle(readers):
 def ask(source, layer, experts=ALL):
     """As a long prompt does: acquires, and says that it will want all of the next layer."""
     groups = source.acquire(layer, experts, Phase.PREFILL)
-    groups.follow(NEXT.get(layer, layer), ALL if layer in NEXT else ())
+    if layer in NEXT:
+        groups.follow(NEXT[layer], ALL)
     return groups
 
 
