@@ -18,11 +18,12 @@ template <int TYPE>
 void dot_rows16(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out,
                 int64_t at) {
     for (int64_t r = 0; r < rows; r += STRIP, w += STRIP * row_bytes<TYPE>(cols), at += STRIP) {
-        if constexpr (Block<TYPE>::size == 256) {
-            if (n > 16) {
+        if (n > 16) {
+            if constexpr (Block<TYPE>::size == 256)
                 strip_256_many<TYPE>(w, cols, act, n, out, at);
-                continue;
-            }
+            else
+                strip_32_many<TYPE>(w, cols, act, n, out, at);
+            continue;
         }
         for_tokens(n, [&](auto count, int t) { strip<TYPE, count.value>(w, cols, act + t, out + t, at); });
     }

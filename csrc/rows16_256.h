@@ -161,7 +161,7 @@ template <int N> LEAN_INLINE void minima(const __m512i* min, const ActGroup* con
 // acc[t] += what block g of a strip, whose words are S's at `p`, adds for N tokens.
 template <class S, int N>
 LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGroup* const* row, int64_t groups,
-                           __m512* acc) {
+                           const Fetch& fetch, __m512* acc) {
     const ActGroup* group[N];
     __m512i totals[N], less[N];
     uint32_t narrow = S::narrow;
@@ -176,6 +176,7 @@ LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGro
         constexpr auto size = static_cast<int64_t>(sizeof(ActGroup));
         const int64_t offset = (groups - g) * size + groups * static_cast<int64_t>(sizeof(float)) + 32 * g;
         for_runs<S>([&](auto step, auto sub) LEAN_ALWAYS {
+            if constexpr (sub.value == 0) fetch.some(step.value, 4);
             run_256<S, step.value, sub.value, N>(s, p, group, offset, totals);
         });
     } else {
@@ -208,10 +209,9 @@ LEAN_INLINE void strip_256(const uint8_t* w, int64_t cols, const uint8_t* const*
         acc[t] = _mm512_setzero_ps();
     }
     for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
-        prefetch_strip<S::words * 64>(w);
         S s;
         s.read(w, rest);
-        block_256<S, N>(s, w, g, row, groups, acc);
+        block_256<S, N>(s, w, g, row, groups, Fetch{w + AHEAD, S::words}, acc);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out[t] + at, acc[t]);
@@ -246,8 +246,8 @@ template <class S> struct Ready256 {
 
 // to[t] = from[t] + what block g adds for N tokens.
 template <class S, int N>
-LEAN_APART void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* const* act, int64_t groups, const float* from,
-                            float* to) {
+LEAN_APART void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* const* act, int64_t groups, const Fetch& fetch,
+                            const float* from, float* to) {
     const ActGroup* row[N];
     __m512 acc[N];
 #pragma GCC unroll 16
@@ -255,7 +255,7 @@ LEAN_APART void ready_block(const Ready256<S>& s, int64_t g, const uint8_t* cons
         row[t] = reinterpret_cast<const ActGroup*>(act[t]);
         acc[t] = _mm512_load_ps(from + STRIP * t);
     }
-    block_256<Ready256<S>, N>(s, s.words, g, row, groups, acc);
+    block_256<Ready256<S>, N>(s, s.words, g, row, groups, fetch, acc);
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_store_ps(to + STRIP * t, acc[t]);
 }
@@ -266,17 +266,16 @@ void strip_256_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, i
     using S = Strip256<TYPE>;
     const int64_t groups = cols / GROUP;
     const uint8_t* rest = w + groups * S::words * 64;
-    alignas(64) static constexpr float ZEROS[16 * STRIP] = {};  // cheaper than to clear the sums
     alignas(64) float sums[TILE * STRIP];
     Ready256<S> ready;
     for (int64_t g = 0; g < groups; ++g, w += S::words * 64, rest += 2 * STRIP) {
-        prefetch_strip<S::words * 64>(w);
         S s;
         s.read(w, rest);
         ready.unpack(s, w);
+        const Fetch fetch = {w + AHEAD, S::words};
         for_tokens(n, [&](auto count, int t) {
             float* to = sums + STRIP * t;
-            ready_block<S, count.value>(ready, g, act + t, groups, g == 0 ? ZEROS : to, to);
+            ready_block<S, count.value>(ready, g, act + t, groups, fetch.part(t, count.value, n), g == 0 ? ZEROS : to, to);
         });
     }
     for (int t = 0; t < n; ++t) _mm512_storeu_ps(out[t] + at, _mm512_load_ps(sums + STRIP * t));

@@ -121,20 +121,26 @@ template <> struct Strip32<Q5_1> {
     }
 };
 
-// acc[t] += a block's scale * dot, and its minimum, for N tokens: block j of the group. The activations are stored
-// with 128 added, the unsigned operand, so that the weights may be signed.
-template <bool HAS_MIN, int N>
-LEAN_INLINE void block_32(const Block16& b, const ActGroup* const* group, int64_t j, __m512* acc) {
-    __m512i bias[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, dot[N];
+// What a dot with the block has too little: the activations are stored with 128 added, the unsigned operand, so that the
+// weights may be signed.
+LEAN_INLINE __m512i correction_32(const Block16& b) {
+    __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) bias[i / 4] = _mm512_dpbusd_epi32(bias[i / 4], bytes512(128), b.w[i]);
-    const __m512i too_much = _mm512_add_epi32(bias[0], bias[1]);
+    for (int i = 0; i < 8; ++i) sum[i / 4] = _mm512_dpbusd_epi32(sum[i / 4], bytes512(128), b.w[i]);
+    return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_add_epi32(sum[0], sum[1]));
+}
+
+// acc[t] += a block's scale * dot, and its minimum, for N tokens: block j of the group. Dots begin with a correction that
+// is READY; else it comes last, so that they need not wait for it.
+template <bool HAS_MIN, bool READY, int N>
+LEAN_INLINE void block_32(const Block16& b, __m512i correction, const ActGroup* const* group, int64_t j, __m512* acc) {
+    __m512i dot[N];
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dot[t] = _mm512_setzero_si512();
+    for (int t = 0; t < N; ++t) dot[t] = READY ? correction : _mm512_setzero_si512();
     add_words<add_signed, 8, N>(b.w, [&](int t) { return group[t]->q + 32 * j; }, dot);
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
-        const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(dot[t], too_much));
+        const __m512 sum = _mm512_cvtepi32_ps(READY ? dot[t] : _mm512_add_epi32(dot[t], correction));
         acc[t] = _mm512_fmadd_ps(sum, _mm512_mul_ps(b.d, _mm512_set1_ps(group[t]->d[j])), acc[t]);
         if constexpr (HAS_MIN) acc[t] = _mm512_fmadd_ps(b.m, _mm512_set1_ps(group[t]->s[j]), acc[t]);
     }
@@ -157,13 +163,61 @@ LEAN_INLINE void strip_32(const uint8_t* w, int64_t cols, const uint8_t* const* 
             prefetch_strip<S::words * 64>(w);
             Block16 b;
             S::read(w, rest, b);
-            block_32<S::has_min, N>(b, group, j, acc);
+            block_32<S::has_min, false, N>(b, correction_32(b), group, j, acc);
         }
 #pragma GCC unroll 16
         for (int t = 0; t < N; ++t) ++group[t];
     }
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) _mm512_storeu_ps(out[t] + at, acc[t]);
+}
+
+// A group's blocks unpacked, for more tokens than the registers have sums for.
+struct Ready32 {
+    Block16 block[8];
+    __m512i correction[8];
+};
+
+// to[t] = from[t] + what `blocks` blocks, of group g, add for N tokens.
+template <bool HAS_MIN, int N>
+LEAN_APART void ready_32(const Ready32& ready, int64_t g, int blocks, const uint8_t* const* act, const Fetch& fetch,
+                         const float* from, float* to) {
+    const ActGroup* group[N];
+    __m512 acc[N];
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) {
+        group[t] = reinterpret_cast<const ActGroup*>(act[t]) + g;
+        acc[t] = _mm512_load_ps(from + STRIP * t);
+    }
+    for (int j = 0; j < blocks; ++j) {
+        fetch.some(j, blocks);
+        block_32<HAS_MIN, true, N>(ready.block[j], ready.correction[j], group, j, acc);
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < N; ++t) _mm512_store_ps(to + STRIP * t, acc[t]);
+}
+
+// As strip_32 for any number of tokens up to TILE: each block is unpacked once.
+template <int TYPE>
+void strip_32_many(const uint8_t* w, int64_t cols, const uint8_t* const* act, int n, float* const* out, int64_t at) {
+    using S = Strip32<TYPE>;
+    const uint8_t* rest = w + cols / 32 * S::words * 64;
+    alignas(64) float sums[TILE * STRIP];
+    Ready32 ready;
+    for (int64_t g = 0, left = cols / 32; left > 0; ++g, left -= 8) {
+        const int blocks = left < 8 ? static_cast<int>(left) : 8;
+        const Fetch fetch = {w + AHEAD, blocks * S::words};
+        for (int j = 0; j < blocks; ++j, w += S::words * 64, rest += S::rest * STRIP) {
+            S::read(w, rest, ready.block[j]);
+            ready.correction[j] = correction_32(ready.block[j]);
+        }
+        for_tokens(n, [&](auto count, int t) {
+            float* to = sums + STRIP * t;
+            ready_32<S::has_min, count.value>(ready, g, blocks, act + t, fetch.part(t, count.value, n),
+                                              g == 0 ? ZEROS : to, to);
+        });
+    }
+    for (int t = 0; t < n; ++t) _mm512_storeu_ps(out[t] + at, _mm512_load_ps(sums + STRIP * t));
 }
 
 }  // namespace

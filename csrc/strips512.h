@@ -10,8 +10,8 @@ namespace {
 
 // As x86.h's, but into the second cache and further ahead: a strip's words take long enough to multiply that the way
 // from there to the first is hidden (0.89 of the rate of plain reading; into the first cache, 4096 ahead: 0.80).
+constexpr int AHEAD = 8192;
 template <int BYTES> LEAN_INLINE void prefetch_strip(const uint8_t* w) {
-    constexpr int AHEAD = 8192;
 #pragma GCC unroll 64
     for (int i = 0; i < BYTES; i += 64) _mm_prefetch(reinterpret_cast<const char*>(w + AHEAD + i), _MM_HINT_T1);
 }
@@ -32,6 +32,26 @@ LEAN_INLINE __m512i low_byte(__m512i v, int i) {
 LEAN_INLINE __m512i low_signed_byte(__m512i v, int i) {
     return _mm512_srli_epi32(_mm512_srai_epi32(_mm512_slli_epi32(v, static_cast<unsigned>(24 - 8 * i)), 8), 16);
 }
+
+// What the sums of a strip begin with: cheaper than to clear them.
+alignas(64) constexpr float ZEROS[16 * STRIP] = {};
+
+// Lines of memory that a block of products fetches ahead, a few with each run: at once they would wait for each other.
+struct Fetch {
+    const uint8_t* from;
+    int lines;
+    // Those of run `run` of `runs`.
+    LEAN_INLINE void some(int run, int runs) const {
+        for (int i = lines * run / runs; i < lines * (run + 1) / runs; ++i)
+            _mm_prefetch(reinterpret_cast<const char*>(from + 64 * i), _MM_HINT_T1);
+    }
+    // What tokens [t, t + count) of n fetch of it.
+    LEAN_INLINE Fetch part(int t, int count, int n) const {
+        const int each = ((lines << 10) + n - 1) / n;  // in 1024ths
+        const int first = each * t >> 10;
+        return {from + 64 * first, (each * (t + count) >> 10) - first};
+    }
+};
 
 // ---- from the canonical order ------------------------------------------------------------------------------------
 
