@@ -392,6 +392,7 @@ constexpr KernelTable TABLE = {
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     arrange_strip,
     glu,
+    add_weighted,
     ENCODERS,
     ENCODER_COUNT,
     convolve,

@@ -469,6 +469,7 @@ constexpr KernelTable TABLE = {
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     arrange_16x16,
     glu,
+    add_weighted,
     ENCODERS,
     ENCODER_COUNT,
     convolve,

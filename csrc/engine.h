@@ -56,8 +56,10 @@ struct FfnCall {
     int64_t pairs = 0;  // sum of counts
     const float* x = nullptr;
     int64_t tokens = 0;
-    float* out = nullptr;
-    int64_t out_rows = 0;
+    const float* weights = nullptr;  // [places], or null
+    int64_t places = 0;              // that `dest` counts: of the weights, or else rows of `out`
+    float* out = nullptr;            // [places], set at `dest`; with weights [tokens], added to in the order of the pairs
+    bool fresh = false;              // with weights: `out` is zeros before, whatever it holds
     Activation activation = {Activation::SILU, 0, 0};
 };
 

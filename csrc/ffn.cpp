@@ -1,4 +1,5 @@
-// Whole experts: down(act(gate x) * up x), each for the tokens that were routed to it.
+// Whole experts: down(act(gate x) * up x), each for the tokens that were routed to it. In two steps: what the tokens'
+// hidden rows are, and what `down` makes of them.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,9 +11,11 @@
 namespace lean {
 namespace {
 
-constexpr int64_t HIDDEN_BYTES = 8 << 20;  // of hidden rows at once
+constexpr int64_t HIDDEN_BYTES = 8 << 20;  // of hidden rows at once, as floats and rounded each
 constexpr int64_t PART_BYTES = 1 << 20;    // of hidden rows that share a core's second cache with what they meet
 constexpr int64_t MIN_WAVE = 256;          // pairs
+constexpr int64_t SUM_BYTES = 1 << 20;     // of some columns of all tokens' sums, which stay there too
+constexpr int64_t FETCHED_BYTES = 8 << 10;  // of the next expert's rows, before its turn
 
 // Consecutive (token, expert) pairs of one expert that are computed together.
 struct Part {
@@ -35,9 +38,10 @@ void check_call(const FfnCall& call) {
         if (call.token[i] < 0 || call.token[i] >= call.tokens)
             throw std::invalid_argument("token index " + std::to_string(call.token[i]) + " is outside x, which has " +
                                         std::to_string(call.tokens) + " rows");
-        if (call.dest[i] < 0 || call.dest[i] >= call.out_rows)
-            throw std::invalid_argument("dest index " + std::to_string(call.dest[i]) + " is outside out, which has " +
-                                        std::to_string(call.out_rows) + " rows");
+        if (call.dest[i] < 0 || call.dest[i] >= call.places)
+            throw std::invalid_argument("dest index " + std::to_string(call.dest[i]) + " is outside " +
+                                        (call.weights == nullptr ? "out, which has " : "the weights, of which there are ") +
+                                        std::to_string(call.places) + (call.weights == nullptr ? " rows" : ""));
     }
 }
 
@@ -101,6 +105,32 @@ struct Ffn {
             [&](int64_t i) { return rounded + rounded_bytes * static_cast<size_t>(i); },
             [&](int64_t i) { return call.out + call.dest[part.first + i] * plan.down.matrix.rows; });
     }
+
+    // The same, weighted, onto what the tokens have. Meanwhile the first of those rows of the `next` slot are fetched.
+    void add_down(const Part& part, int64_t begin, int64_t end, const uint8_t* rounded, const uint8_t* next) const {
+        const Operand w = operand(table, part.slot, plan.down);
+        const int64_t model = plan.down.matrix.rows, row_bytes = static_cast<int64_t>(w.row_bytes);
+        const uint8_t* ahead = next == nullptr ? nullptr : next + plan.down.offset + begin * row_bytes;
+        int64_t lines = next == nullptr ? 0 : std::min(FETCHED_BYTES, (end - begin) * row_bytes) / 64;
+        float tile[TILE][ROW_CHUNK], *to[TILE];
+        const uint8_t* rows[TILE];
+        for (int64_t i = 0; i < part.count; i += TILE) {
+            const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
+            for (int t = 0; t < n; ++t) {
+                rows[t] = rounded + rounded_bytes * static_cast<size_t>(i + t);
+                to[t] = tile[t];
+            }
+            for (int64_t row = begin; row < end; row += ROW_CHUNK) {
+                const int64_t some = std::min(ROW_CHUNK, end - row);
+                for (int i = 0; i < 32 && lines > 0; ++i, --lines, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                multiply_tile(w, row, row + some, rows, n, to, 0);
+                for (int t = 0; t < n; ++t) {
+                    const int64_t pair = part.first + i + t;
+                    table.add(call.out + call.token[pair] * model + row, tile[t], call.weights[call.dest[pair]], some);
+                }
+            }
+        }
+    }
 };
 
 // Rounds each token that is used once, for gate's partner and for up's where it differs.
@@ -133,64 +163,91 @@ void round_tokens(ThreadPool& pool, Ffn& ffn, Scratch& index, Scratch& act) {
     });
 }
 
-// Whole parts, the largest first as they come, each by the thread that takes it: what it makes stays in that core's
-// caches, and no thread waits for another before the end.
-void by_parts(ThreadPool& pool, const Ffn& ffn, const std::vector<Part>& parts, Scratch& hidden_rows,
-              Scratch& rounded_rows) {
-    const int64_t threads = pool.threads(), inner = ffn.inner(), model = ffn.plan.down.matrix.rows;
-    const auto most = static_cast<size_t>(parts[0].count);
-    const size_t hidden_size = most * static_cast<size_t>(inner), rounded_size = most * ffn.rounded_bytes;
-    auto* hidden = reinterpret_cast<float*>(
-        hidden_rows.get(static_cast<size_t>(threads) * hidden_size * sizeof(float)));
-    uint8_t* rounded = rounded_rows.get(static_cast<size_t>(threads) * rounded_size);
+// Some consecutive parts, and their hidden rows.
+struct Wave {
+    const Part* parts;
+    int64_t count;
+    uint8_t* rounded = nullptr;  // hidden row of each pair
+
+    int64_t first() const { return parts[0].first; }
+    int64_t pairs() const { return parts[count - 1].first + parts[count - 1].count - first(); }
+    uint8_t* of(const Ffn& ffn, const Part& part) const {
+        return rounded + ffn.rounded_bytes * static_cast<size_t>(part.first - first());
+    }
+};
+
+// Hidden rows of whole parts, the largest first as they come, each by the thread that takes it: what it makes stays in
+// that core's caches.
+void hide_by_parts(ThreadPool& pool, const Ffn& ffn, const Wave& wave, Scratch& floats) {
+    const int64_t threads = pool.threads(), inner = ffn.inner();
+    std::vector<const Part*> order;
+    for (int64_t i = 0; i < wave.count; ++i) order.push_back(wave.parts + i);
+    std::stable_sort(order.begin(), order.end(), [](const Part* a, const Part* b) { return a->count > b->count; });
+    const size_t size = static_cast<size_t>(order[0]->count * inner);
+    auto* hidden = reinterpret_cast<float*>(floats.get(static_cast<size_t>(threads) * size * sizeof(float)));
     std::atomic<size_t> next{0};
     pool.parallel_for(threads, [&](int64_t thread) {
-        float* mine = hidden + static_cast<size_t>(thread) * hidden_size;
-        uint8_t* my_rounded = rounded + static_cast<size_t>(thread) * rounded_size;
-        for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts.size();) {
-            const Part& part = parts[i];
+        float* mine = hidden + static_cast<size_t>(thread) * size;
+        for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < order.size();) {
+            const Part& part = *order[i];
             for (int64_t row = 0; row < inner; row += ROW_CHUNK)
                 ffn.gate_and_up(part, row, std::min(row + ROW_CHUNK, inner), mine);
+            uint8_t* rounded = wave.of(ffn, part);
             for (int64_t t = 0; t < part.count; ++t)
-                ffn.round(mine + t * inner, my_rounded + static_cast<size_t>(t) * ffn.rounded_bytes);
-            for (int64_t row = 0; row < model; row += ROW_CHUNK)
-                ffn.down(part, row, std::min(row + ROW_CHUNK, model), my_rounded);
+                ffn.round(mine + t * inner, rounded + static_cast<size_t>(t) * ffn.rounded_bytes);
         }
     });
 }
 
-// The rows of `count` consecutive parts divided between the threads, one step after the other.
-void by_rows(ThreadPool& pool, const Ffn& ffn, const Part* parts, int64_t count, Scratch& hidden_rows,
-             Scratch& rounded_rows) {
-    const int64_t inner = ffn.inner(), model = ffn.plan.down.matrix.rows, first = parts[0].first;
-    const int64_t pairs = parts[count - 1].first + parts[count - 1].count - first;
-    auto* hidden = reinterpret_cast<float*>(hidden_rows.get(static_cast<size_t>(pairs * inner) * sizeof(float)));
-    uint8_t* rounded = rounded_rows.get(ffn.rounded_bytes * static_cast<size_t>(pairs));
-    const auto in_chunks = [&](int64_t rows, auto&& body) {
-        const int64_t chunk = chunk_rows(rows * count, pool.threads()), chunks = (rows + chunk - 1) / chunk;
-        pool.parallel_for(count * chunks, [&](int64_t task) {
-            const Part& part = parts[task / chunks];
-            const int64_t begin = task % chunks * chunk;
-            body(part, part.first - first, begin, std::min(begin + chunk, rows));
-        });
-    };
-    in_chunks(inner, [&](const Part& part, int64_t at, int64_t begin, int64_t end) {
-        ffn.gate_and_up(part, begin, end, hidden + at * inner);
-    });
-    pool.parallel_for(pairs, [&](int64_t i) {
-        ffn.round(hidden + i * inner, rounded + ffn.rounded_bytes * static_cast<size_t>(i));
-    });
-    in_chunks(model, [&](const Part& part, int64_t at, int64_t begin, int64_t end) {
-        ffn.down(part, begin, end, rounded + ffn.rounded_bytes * static_cast<size_t>(at));
+// body(part, begin, end) for runs of each part's `rows` rows, on the threads.
+template <class F> void in_chunks(ThreadPool& pool, const Wave& wave, int64_t rows, F&& body) {
+    const int64_t chunk = chunk_rows(rows * wave.count, pool.threads()), chunks = (rows + chunk - 1) / chunk;
+    pool.parallel_for(wave.count * chunks, [&](int64_t task) {
+        const int64_t begin = task % chunks * chunk;
+        body(wave.parts[task / chunks], begin, std::min(begin + chunk, rows));
     });
 }
 
-// body(parts, count) for consecutive parts of at most `limit` pairs together.
+// Hidden rows, each part's divided between the threads.
+void hide_by_rows(ThreadPool& pool, const Ffn& ffn, const Wave& wave, Scratch& floats) {
+    const int64_t inner = ffn.inner(), pairs = wave.pairs();
+    auto* hidden = reinterpret_cast<float*>(floats.get(static_cast<size_t>(pairs * inner) * sizeof(float)));
+    in_chunks(pool, wave, inner, [&](const Part& part, int64_t begin, int64_t end) {
+        ffn.gate_and_up(part, begin, end, hidden + (part.first - wave.first()) * inner);
+    });
+    pool.parallel_for(pairs, [&](int64_t i) {
+        ffn.round(hidden + i * inner, wave.rounded + ffn.rounded_bytes * static_cast<size_t>(i));
+    });
+}
+
+// What down makes of the hidden rows. Sums are divided between the threads by rows of down: each adds the parts in order.
+void go_down(ThreadPool& pool, const Ffn& ffn, const Wave& wave) {
+    const int64_t model = ffn.plan.down.matrix.rows;
+    if (ffn.call.weights == nullptr) {
+        in_chunks(pool, wave, model, [&](const Part& part, int64_t begin, int64_t end) {
+            ffn.down(part, begin, end, wave.of(ffn, part));
+        });
+        return;
+    }
+    const int64_t most = SUM_BYTES / static_cast<int64_t>(sizeof(float)) / ffn.call.tokens;
+    int64_t chunk = std::min(model / (pool.threads() * 4), most);
+    chunk = std::max(chunk < ROW_CHUNK ? chunk / ROW_STEP * ROW_STEP : chunk / ROW_CHUNK * ROW_CHUNK, ROW_STEP);
+    pool.parallel_for((model + chunk - 1) / chunk, [&](int64_t task) {
+        const int64_t begin = task * chunk, end = std::min(begin + chunk, model);
+        if (ffn.call.fresh && wave.first() == 0)
+            for (int64_t t = 0; t < ffn.call.tokens; ++t)
+                std::fill(ffn.call.out + t * model + begin, ffn.call.out + t * model + end, 0.0f);
+        for (const Part *part = wave.parts, *last = part + wave.count - 1; part <= last; ++part)
+            ffn.add_down(*part, begin, end, wave.of(ffn, *part), part < last ? part[1].slot : nullptr);
+    });
+}
+
+// body(wave) for consecutive parts of at most `limit` pairs together.
 template <class F> void for_each_wave(const std::vector<Part>& parts, int64_t limit, F&& body) {
     for (size_t begin = 0, end = 0; begin < parts.size(); begin = end) {
         int64_t pairs = 0;
         for (; end < parts.size() && pairs + parts[end].count <= limit; ++end) pairs += parts[end].count;
-        body(parts.data() + begin, static_cast<int64_t>(end - begin));
+        body(Wave{parts.data() + begin, static_cast<int64_t>(end - begin)});
     }
 }
 
@@ -199,25 +256,38 @@ template <class F> void for_each_wave(const std::vector<Part>& parts, int64_t li
 void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     check_call(call);
     std::lock_guard lock(mutex_);
-    uint8_t* written = index_.get(static_cast<size_t>(call.out_rows));
-    std::memset(written, 0, static_cast<size_t>(call.out_rows));
+    uint8_t* written = index_.get(static_cast<size_t>(call.places));
+    std::memset(written, 0, static_cast<size_t>(call.places));
     for (int64_t i = 0; i < call.pairs; ++i)
         if (written[call.dest[i]]++ != 0)
             throw std::invalid_argument("dest names row " + std::to_string(call.dest[i]) + " twice");
-    if (call.pairs == 0) return;
+    if (call.pairs == 0) {
+        if (call.fresh) std::fill_n(call.out, call.tokens * plan.down.matrix.rows, 0.0f);
+        return;
+    }
     Ffn ffn{*table_, plan, call};
     round_tokens(*pool_, ffn, index_, act_);
+
     const int64_t threads = pool_->threads();
     const int64_t row = ffn.inner() * static_cast<int64_t>(sizeof(float));
     const int64_t tiles = std::min(HIDDEN_BYTES / threads, PART_BYTES) / row / TILE;
-    if (tiles > 0 && call.pairs >= threads * TILE) {
-        std::vector<Part> parts = parts_of(call, tiles * TILE);
-        std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.count > b.count; });
-        if (2 * threads * parts[0].count <= call.pairs) return by_parts(*pool_, ffn, parts, hidden_, hidden_act_);
+    int64_t limit = std::max(MIN_WAVE, HIDDEN_BYTES / static_cast<int64_t>(ffn.rounded_bytes));
+    std::vector<Part> parts;
+    bool whole = tiles > 0 && call.pairs >= threads * TILE;
+    if (whole) {
+        parts = parts_of(call, std::min(tiles * TILE, limit));
+        int64_t most = 0;
+        for (const Part& part : parts) most = std::max(most, part.count);
+        whole = 2 * threads * most <= call.pairs;
     }
-    const int64_t limit = std::max(MIN_WAVE, HIDDEN_BYTES / row);
-    for_each_wave(parts_of(call, limit), limit, [&](const Part* parts, int64_t count) {
-        by_rows(*pool_, ffn, parts, count, hidden_, hidden_act_);
+    if (!whole) {
+        limit = std::max(MIN_WAVE, HIDDEN_BYTES / row);
+        parts = parts_of(call, limit);
+    }
+    for_each_wave(parts, limit, [&](Wave wave) {
+        wave.rounded = hidden_act_.get(ffn.rounded_bytes * static_cast<size_t>(wave.pairs()));
+        (whole ? hide_by_parts : hide_by_rows)(*pool_, ffn, wave, hidden_);
+        go_down(*pool_, ffn, wave);
     });
 }
 

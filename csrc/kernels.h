@@ -90,6 +90,9 @@ struct Activation {
 // gate[i] = act(gate[i]) * up[i]
 using GluFn = void (*)(const Activation& act, float* gate, const float* up, int64_t n);
 
+// sum[i] += weight * row[i], each product rounded before it is added
+using AddFn = void (*)(float* sum, const float* row, float weight, int64_t n);
+
 // Rounds the floats x[cols], finite and whole blocks, to one row of a quantised type.
 using EncodeFn = void (*)(const float* x, int64_t cols, uint8_t* out);
 
@@ -177,6 +180,7 @@ struct KernelTable {
     int32_t kernel_count;
     ArrangeFn arrange;
     GluFn glu;
+    AddFn add;
     const Encoder* encoders;
     int32_t encoder_count;
     ConvolveFn convolve;

@@ -51,8 +51,8 @@ public:
     }
 
     void run(const std::vector<uintptr_t>& slots, std::vector<int64_t> counts, uintptr_t token, uintptr_t dest,
-             int64_t pairs, uintptr_t x, int64_t tokens, uintptr_t out, int64_t out_rows, int kind, float limit,
-             float alpha) const {
+             int64_t pairs, uintptr_t x, int64_t tokens, uintptr_t weights, int64_t places, uintptr_t out, bool fresh,
+             int kind, float limit, float alpha) const {
         FfnCall call;
         for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
         call.counts = std::move(counts);
@@ -61,8 +61,10 @@ public:
         call.pairs = pairs;
         call.x = pointer<const float>(x);
         call.tokens = tokens;
+        call.weights = pointer<const float>(weights);
+        call.places = places;
+        call.fresh = fresh;
         call.out = pointer<float>(out);
-        call.out_rows = out_rows;
         call.activation = make_activation(kind, limit, alpha);
         refuse_tape("an expert's product");
         nb::gil_scoped_release released;
@@ -76,7 +78,7 @@ public:
         FfnCall call;
         std::vector<int32_t> token(static_cast<size_t>(top_k), 0), dest(static_cast<size_t>(top_k));
         std::iota(dest.begin(), dest.end(), 0);
-        call.pairs = call.out_rows = top_k;
+        call.pairs = call.places = top_k;
         call.x = pointer<const float>(x);
         call.tokens = 1;
         call.out = pointer<float>(out);

@@ -118,6 +118,7 @@ constexpr KernelTable TABLE = {
     sizeof(KERNELS) / sizeof(KERNELS[0]),
     arrange_strip,
     glu,
+    add_weighted,
     ENCODERS,
     ENCODER_COUNT,
     convolve,

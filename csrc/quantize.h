@@ -124,6 +124,10 @@ inline float exp_float(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 
+inline void add_weighted(float* sum, const float* row, float weight, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) sum[i] += weight * row[i];
+}
+
 inline void glu(const Activation& act, float* gate, const float* up, int64_t n) {
     switch (act.kind) {
     case Activation::SILU:

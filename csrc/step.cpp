@@ -182,10 +182,19 @@ int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values,
 
 void sum_token(const SumCall& c, int64_t token) {
     const float *rows = c.rows + token * c.count * c.width, *weights = c.weights + token * c.count;
+    const int64_t* ids = c.ids + token * c.count;
     float* out = c.out + token * c.width;
-    for (int64_t i = 0; i < c.width; ++i) out[i] = rows[i] * weights[0];
-    for (int64_t j = 1; j < c.count; ++j)
-        for (int64_t i = 0; i < c.width; ++i) out[i] += rows[j * c.width + i] * weights[j];
+    std::fill_n(out, c.width, 0.0f);  // as `moe_ffn` adds to zeros
+    int64_t last = -1;  // the place that was added before
+    for (int64_t n = 0; n < c.count; ++n) {
+        int64_t next = -1;
+        for (int64_t j = 0; j < c.count; ++j) {
+            const bool follows = last < 0 || ids[j] > ids[last] || (ids[j] == ids[last] && j > last);
+            if (follows && (next < 0 || ids[j] < ids[next])) next = j;
+        }
+        last = next;
+        for (int64_t i = 0; i < c.width; ++i) out[i] += weights[next] * rows[next * c.width + i];
+    }
 }
 
 void add_row(const AddCall& c, int64_t row) {

@@ -48,10 +48,11 @@ void route_token(const RouteCall& call, int64_t token);
 // out: returns how many numbers there were.
 int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values, int64_t* places);
 
-// out = sum of weights[j] * rows[j], from the first to the last
+// out = sum of weights[j] * rows[j], in the order of ids[j]
 struct SumCall {
     const float* rows;     // [tokens][count][width]
     const float* weights;  // [tokens][count]
+    const int64_t* ids;    // [tokens][count]
     float* out;            // [tokens][width]
     int64_t tokens, count, width;
 };

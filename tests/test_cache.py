@@ -162,6 +162,35 @@ def test_hits_come_first_and_at_once_while_misses_are_read(pack, files):
         assert (layer.hits, layer.joined, layer.misses) == (2, 0, 4)
 
 
+def test_a_prompt_gets_experts_in_the_order_in_which_it_asks(pack, files):
+    """It adds up what they say as they come: the bits would depend on what was resident."""
+    with gated(pack, TOTAL, readers=2) as (store, cache):
+        use(cache, files, 0, [2, 4])
+        store.hold((0, 1), (0, 3))
+        groups = cache.acquire(0, [0, 1, 2, 3, 4], Phase.PREFILL)
+        assert [lease.expert for lease in next(groups)] == [0]
+        store.open((0, 3))
+        while (0, 3) not in cache.resident():
+            os.sched_yield()
+        store.open((0, 1))
+        assert [lease.expert for group in groups for lease in group] == [1, 2, 3, 4]
+
+
+def test_what_a_prompt_has_too_early_makes_room_for_what_comes_before(pack, files):
+    """With every slot held by experts whose turn comes later it would wait for ever."""
+    with gated(pack) as (store, cache):
+        slots = 2 * TOP_K
+        later = range(EXPERTS - slots, EXPERTS)
+        use(cache, files, 4, later)
+        reads = sum(store.reads.values())
+        groups = cache.acquire(4, range(EXPERTS), Phase.PREFILL)
+        got = finished(lambda: [lease.expert for group in groups for lease in group])()
+        assert got == list(range(EXPERTS))
+        # What went was what is wanted last, and little of it.
+        again = sum(store.reads.values()) - reads - (EXPERTS - slots)
+        assert again <= slots
+
+
 def test_two_acquires_of_one_expert_read_it_once(pack, files):
     """Two requests that want the same expert at the same time must not read it twice."""
     with gated(pack) as (store, cache):

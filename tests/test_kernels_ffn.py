@@ -160,6 +160,64 @@ def test_bits_do_not_depend_on_who_computes_an_expert(inner: int, largest: int, 
             assert torch.equal(run(layout, batch, x), alone)
 
 
+def sums(
+    layout: ExpertLayout, batch: ExpertBatch, x: torch.Tensor, weights: torch.Tensor, calls: list[int]
+) -> torch.Tensor:
+    """Each token's weighted sum, in calls for so many experts each."""
+    out = torch.full_like(x, torch.nan)
+    ends = [0, *itertools.accumulate(batch.counts)]
+    begin = 0
+    for n in calls:
+        span = slice(ends[begin], ends[begin + n])
+        some = ExpertBatch(
+            batch.slots[begin : begin + n],
+            batch.counts[begin : begin + n],
+            batch.token[span],
+            batch.dest[span],
+        )
+        kernels.moe_ffn(layout, some, x, out, "silu", weights.view(-1), fresh=begin == 0)
+        begin += n
+    return out
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("types", "inner", "tokens"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), 256, 5),
+        (("Q4_K", "Q8_0", "Q6_K"), 512, 400),
+        (("Q4_0", "Q4_0", "F16"), 2048, 700),  # in several waves
+        (("IQ2_XXS", "Q4_K", "Q4_K"), 256, 9),  # without a product of its own
+    ],
+    ids=str,
+)
+def test_sums_are_those_of_outputs_kept_apart(
+    types: tuple[str, str, str], inner: int, tokens: int, isa: str
+) -> None:
+    """A prompt adds up what experts say as they come, a decode step keeps it: the bits must be the same."""
+    rng = np.random.default_rng(8)
+    layout = expert_layout(types, inner, 256, ("down_bias", "down_scale"))
+    experts, k = 6, 3
+    ids = torch.from_numpy(rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :k].copy())
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=experts).tolist()
+    slots = [random_slot(layout, rng) for _ in range(experts)]
+    batch = ExpertBatch(slots, counts, (order // k).int(), order.int())
+    x, weights = inputs(tokens, 256, rng), torch.rand(tokens, k)
+    with using(isa, threads=2):
+        want = kernels.weighted_sum(run(layout, batch, x).view(tokens, k, 256), weights, ids)
+    for threads, calls in ((1, [6]), (2, [6]), (3, [1, 4, 1]), (2, [2, 2, 2])):
+        with using(isa, threads):
+            assert torch.equal(sums(layout, batch, x, weights, calls), want)
+
+
+def test_a_sum_over_nothing_is_zero() -> None:
+    layout = expert_layout(("Q8_0", "Q8_0", "Q8_0"), 32, 32)
+    none, out = torch.zeros(0, dtype=torch.int32), torch.full((3, 32), torch.nan)
+    kernels.moe_ffn(layout, ExpertBatch([], [], none, none), out, out, "silu", torch.zeros(6), fresh=True)
+    assert not out.any()
+
+
 def test_more_pairs_than_one_wave_of_scratch() -> None:
     """A long prompt must not need scratch in proportion to its length, nor change a bit."""
     rng = np.random.default_rng(4)

@@ -9,6 +9,7 @@ import torch
 from leanmoe import LLM, kernels
 from leanmoe.experts.acquire import Acquire
 from leanmoe.models.lookahead import LONG_PROMPT
+from leanmoe.models.moe import MoE
 from leanmoe.pack import open_pack
 from tiny_packs import MOE, TOKENS, PackTiny, decode, floor_bytes
 
@@ -23,9 +24,10 @@ def test_no_predictor_changes_a_bit(arch: str, predictor: Any, packed: PackTiny)
         assert torch.equal(decode(llm, TOKENS[:40]), decoded)
 
 
-def _nothing(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of experts' outputs that count for nothing."""
-    return kernels.scaled(kernels.weighted_sum(outputs, weights), 0.0)
+def _silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the experts say counts for nothing."""
+    moe = MoE.__call__
+    monkeypatch.setattr(MoE, "__call__", lambda *given: kernels.scaled(moe(*given), 0.0))
 
 
 def test_the_look_ahead_is_exact_where_layers_change_nothing(
@@ -33,7 +35,7 @@ def test_the_look_ahead_is_exact_where_layers_change_nothing(
 ) -> None:
     """Else it would apply another norm or router than the layer it speaks of, and foresee little."""
     _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
+    _silence(monkeypatch)
     said: dict[int, Any] = {}
     picked: dict[int, list[int]] = {}
     with LLM(path, cache=2 * floor_bytes(path), prefetch="on") as llm:
@@ -65,7 +67,7 @@ def test_what_a_long_prompt_foresees_is_exact_where_layers_change_nothing(
 ) -> None:
     """Else the next layer's experts would be read one by one after all, and others in vain."""
     _, path = packed("qwen3moe", "Q8_0", num_hidden_layers=6)
-    monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
+    _silence(monkeypatch)
     asked: dict[int, list[int]] = {}
     with LLM(path, cache=open_pack(path).manifest.expert_bytes * 2 // 3) as llm:
         said, pool = _follows(llm, monkeypatch), cast(Any, llm._pool)
@@ -123,7 +125,7 @@ def test_recall_of_the_look_ahead_is_counted_for_each_distance(
         assert set(real.recall()) == {1, 2, 3, 4, 5}
         assert all(named <= every == 1.0 for named, every in real.recall().values())
         assert 0 < real.recall()[1][0] < 1
-        monkeypatch.setattr("leanmoe.models.moe.weighted_sum", _nothing)
+        _silence(monkeypatch)
         for layer in llm.decoder.layers:
             layer.mixer.out.data.zero_()
         exact = llm.decoder.judge_look_ahead([2], 6)

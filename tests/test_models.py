@@ -135,6 +135,23 @@ def test_two_sequences_together_give_the_logits_of_each_alone(arch: str, packed:
     torch.testing.assert_close(last[1], want_b[-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_parts_of_a_long_pass_are_what_shorter_passes_would_be(
+    arch: str, packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt goes through attention part by part; each must find what those before it left, and no more."""
+    _, path = packed(arch)
+    with LLM(path, kv_type="f32", chunk=20) as llm:
+        want = llm.logits(TOKENS)
+    with LLM(path, kv_type="f32") as llm:
+        monkeypatch.setattr("leanmoe.models.batch.PART", 20)
+        assert torch.equal(llm.logits(TOKENS), want)
+        one, other = (llm.decoder.new_state(96, torch.float32) for _ in range(2))
+        both = llm.decoder.forward(Batch.of([(one, TOKENS[:33]), (other, TOKENS)], all_logits=True))
+        torch.testing.assert_close(both[:33], want[:33], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(both[33:], want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen3next", "deepseek2"])
 def test_a_copied_sequence_goes_on_by_itself(arch: str, packed: PackTiny) -> None:
     """Two answers to one prompt would otherwise write into each other's memory."""

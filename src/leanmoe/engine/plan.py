@@ -13,12 +13,12 @@ from leanmoe.errors import BudgetError, FormatError, UsageError
 from leanmoe.experts.predict import Transitions
 from leanmoe.experts.slots import SlotPlan, plan_slots, slot_floor
 from leanmoe.formats.gguf import GGUFFile
-from leanmoe.models.spec import ModelSpec
+from leanmoe.models.spec import PART, ModelSpec
 from leanmoe.pack import Manifest, is_expert_tensor
 from leanmoe.units import format_bytes
 
 DEFAULT_CONTEXT = 4096
-CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 _RESIDENT_CHUNK = 1024  # more is no faster where nothing is read
 _MODEST_CHUNK = 512
 _CHUNK_SHARE = 10  # scratch of a larger chunk may take one in this many of the bytes that slots could have
@@ -336,19 +336,21 @@ def _too_small(
 
 def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> int:
     """Upper estimate of the activations alive at once while `threads` threads compute `chunk` tokens."""
-    router = spec.router
+    router, part = spec.router, min(chunk, PART)
     has_dense = spec.dense_beside_experts or len(spec.moe_layers) < spec.layers
-    dense = 4 * chunk * 3 * max(spec.dense_width if has_dense else 0, spec.shared_width)
-    mixing = max(mixer.scratch_bytes(chunk, context, threads) for mixer in set(spec.mixers))
-    experts = 0
+    dense = 4 * part * 3 * max(spec.dense_width if has_dense else 0, spec.shared_width)
+    mixing = max(mixer.scratch_bytes(part, context, threads) for mixer in set(spec.mixers))
+    # Of every token the residual stream; and of those that go together what is normed and what is added.
+    streams, experts = chunk + 5 * part, 0
     if router is not None:
-        # What every expert says of every token, kept until all have spoken; what the tokens are rounded to; and the
-        # products' own buffers, which are bounded (`csrc/ffn.cpp`), as floats and rounded.
-        kept = (router.top_k + 2) * spec.hidden + 4 * router.experts
-        pairs = max(_HIDDEN_BYTES // (4 * spec.expert_width), _LEAST_PAIRS)
-        inner = 3 * min(chunk * router.top_k, pairs) + chunk
-        experts = 4 * (chunk * kept + inner * spec.expert_width // 2)
-    return 4 * chunk * 6 * spec.hidden + max(mixing, dense + experts) + 3 * 4 * spec.vocab
+        # Of every token what is normed and what the experts say, and with other norms that too.
+        streams += chunk * (2 + spec.post_norms + 4 * spec.dense_beside_experts)
+        # The tokens rounded and routed; hidden rows of one expert; and those of all, as floats and rounded, in buffers
+        # which are bounded (`csrc/ffn.cpp`).
+        row = 4 * spec.expert_width
+        token = 4 * spec.hidden + 8 * router.experts + 48 * router.top_k + row
+        experts = chunk * token + 2 * min(chunk * router.top_k * row, max(_HIDDEN_BYTES, _LEAST_PAIRS * row))
+    return 4 * streams * spec.hidden + max(mixing, dense + experts) + 3 * 4 * spec.vocab
 
 
 def _split_layers(layers: int, budgets: tuple[int, ...]) -> list[range]:

@@ -29,7 +29,9 @@ class Shelf:
 
 
 class Acquire(Iterator[list[Lease]]):
-    """Iterates over groups of ready leases; each expert asked for comes exactly once, in any order.
+    """Iterates over groups of ready leases; each expert asked for comes exactly once.
+
+    In a prefill they come in the order in which they were asked for, else as they become ready.
 
     Resuming gives back the group before; so does `close`, leaving the `with` block, or dropping the iterator
     (then at the cache's leisure). `next` raises `ExpertReadError` if one of the experts could not be read,
@@ -38,26 +40,34 @@ class Acquire(Iterator[list[Lease]]):
 
     __slots__ = (
         "_cache",
+        "awaited",
         "deferred",
         "ended",
         "error",
         "following",
+        "given_up",
         "held",
         "layer",
+        "order",
         "phase",
         "reading",
         "ready",
         "shelf",
     )
 
-    def __init__(self, cache: "ExpertCache", shelf: Shelf, layer: int, phase: Phase) -> None:
+    def __init__(
+        self, cache: "ExpertCache", shelf: Shelf, layer: int, phase: Phase, keys: Sequence[Key]
+    ) -> None:
         self._cache = cache
         self.shelf = shelf
         self.layer = layer
         self.phase = phase
+        self.order = deque(keys) if phase is Phase.PREFILL else None  # in which the rest is to be handed out
         self.deferred: deque[Key] = deque()  # not yet given a slot
+        self.given_up: set[Key] = set()  # were ready, and were deferred again
         self.reading: list[Slot] = []  # pinned, on their way
-        self.ready: list[Slot] = []  # pinned, to be handed out
+        self.awaited: set[Key] = set()  # those, and the ready ones that were on their way
+        self.ready: list[Slot] = []  # pinned, to be handed out when it is their turn
         self.held: Sequence[Slot] = ()  # pinned, handed out
         self.following: Sequence[Key] = ()  # to be read when nothing is deferred
         self.error: Exception | None = None
@@ -65,6 +75,37 @@ class Acquire(Iterator[list[Lease]]):
 
     def __next__(self) -> list[Lease]:
         return self._cache._next_group(self)
+
+    @property
+    def deliverable(self) -> bool:
+        """Whether something is ready whose turn it is."""
+        if self.order:
+            return any(slot.key == self.order[0] for slot in self.ready)
+        return bool(self.ready)
+
+    def take(self) -> list[Slot]:
+        """Out of `ready`, all whose turn it is."""
+        if self.order is None:
+            group, self.ready = self.ready, []
+            self.awaited.clear()
+            return group
+        ready = {slot.key: slot for slot in self.ready}
+        group = []
+        while self.order and (slot := ready.pop(self.order[0], None)):
+            group.append(slot)
+            self.order.popleft()
+        self.ready = list(ready.values())
+        self.awaited.intersection_update(self.order)
+        return group
+
+    def defer(self, slot: Slot) -> None:
+        """It is `ready` before its turn, and now `deferred` instead, and `given_up`."""
+        assert self.order is not None
+        self.ready.remove(slot)
+        self.awaited.discard(slot.key)
+        self.given_up.add(slot.key)
+        waiting = {slot.key, *self.deferred}
+        self.deferred = deque(key for key in self.order if key in waiting)
 
     def follow(self, layer: int, experts: Iterable[int]) -> None:
         """Says what a long prompt will ask for next: read while this is computed, once all of this is on its way.

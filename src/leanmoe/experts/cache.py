@@ -2,20 +2,20 @@
 
 The idea in short. `acquire` looks its experts up: those in a slot are pinned (hits), those being read by
 someone else are joined, and for the rest a slot is claimed, a free one or a victim's, and a read is queued.
-The caller iterates and gets *groups* of leases as they become ready, hits first; asking for the next group
-gives the last one back. When there are fewer slots than experts asked for, the remainder is deferred and read
-in waves, into the slots that its own earlier groups give back.
+The caller iterates and gets *groups* of leases as they become ready, hits first, or for a prefill in the order asked
+for; asking for the next group gives the last one back. When there are fewer slots than experts asked for, the
+remainder is deferred and read in waves, into the slots that its own earlier groups give back.
 
 A slot is either free, or belongs to one expert and is listed in `_resident`. It is *pinned* while its bytes
 are on their way (by the reader) and while anyone was promised it or holds it; only an unpinned one can be
 evicted. Hence a leased slot is never overwritten, an evicted one never read, and a slot is handed out only
 after its bytes have arrived.
 
-No two acquires can block each other for ever: an acquire waits only when it has nothing ready, having given
-back its last group, so all that a waiting acquire pins are reads in flight, which end by themselves. Whoever
-holds ready leases is computing and will give them back. None is starved either: acquires that wait with no
-read in flight stand in a queue, and only its head may claim slots. (One thread must not acquire from a cache
-while it holds a group of the same cache.)
+No two acquires can block each other for ever: an acquire waits only when it has nothing to hand out, having given
+back its last group, so all that a waiting acquire pins are reads in flight, which end by themselves (and in a prefill
+what is ready before its turn, which it gives up where no read of its own is in flight). Whoever holds ready leases is
+computing and will give them back. None is starved either: acquires that wait with no read in flight stand in a queue,
+and only its head may claim slots. (One thread must not acquire from a cache while it holds a group of the same cache.)
 
 One lock guards all of it. Readers hold it only to publish; nothing under it touches the disk.
 """
@@ -112,8 +112,8 @@ class ExpertCache:
                 f"layer {layer} has experts 0 to {self._experts[layer] - 1}, not {list(experts)}"
             )
         shelf = self._shelves[layer]
-        acquire = Acquire(self, shelf, layer, phase)
         keys = [(layer, expert) for expert in experts]
+        acquire = Acquire(self, shelf, layer, phase, keys)
         with self._lock:
             if self._closed:
                 raise _closed_error()
@@ -260,27 +260,21 @@ class ExpertCache:
             if not acquire.ready:
                 acquire.ended = True
                 raise StopIteration
-            group = acquire.ready
+            group = acquire.take()
             blocked = acquire.deferred and not acquire.reading
             if blocked and len(group) > 1 and acquire.phase is Phase.DECODE:
                 # Every slot is taken: keep half back, to compute while the next are read. Not in a prefill:
                 # what is kept back is pinned, so the next reads could only evict what was just given back.
                 half = len(group) // 2
                 group, acquire.ready = group[:half], group[half:]
-            else:
-                acquire.ready = []
             acquire.held = group
             return list(group)
 
     def _start_reads(self, acquire: Acquire) -> None:
         """Gives slots to as many of the deferred experts as there are slots to be had."""
-        shelf = acquire.shelf
-        # A prefill holds few slots at a time, so that it does not displace more of what decoding uses.
-        limit = shelf.facts.slots
-        if acquire.phase is Phase.PREFILL:
-            limit = max(shelf.facts.floor // 2, min(2 * self._readers.count, limit // 4))
+        shelf, limit = acquire.shelf, self._at_once(acquire)
         reads: list[Callable[[], object]] = []
-        while acquire.deferred and not self._closed and len(acquire.reading) < limit:
+        while acquire.deferred and not self._closed and len(acquire.awaited) < limit:
             key = acquire.deferred[0]
             slot = self._resident.get(key)  # another acquire may have fetched it meanwhile
             if slot is None:
@@ -289,6 +283,8 @@ class ExpertCache:
                 if (slot := self._claim(shelf, key, acquire.phase)) is None:
                     break
                 reads.append(partial(self._read, slot))
+                if key in acquire.given_up:
+                    self._counters.count(acquire.layer, -1, 0, 1)
             acquire.deferred.popleft()
             self._promise(slot, acquire)
         if reads:
@@ -297,6 +293,29 @@ class ExpertCache:
             self._sweep.aim(acquire.following)
             acquire.following = ()
             self._go_on_sweeping()
+
+    def _at_once(self, acquire: Acquire) -> int:
+        """Reads that it may have in flight, or waiting for their turn."""
+        slots, floor = acquire.shelf.facts.slots, acquire.shelf.facts.floor
+        if acquire.phase is not Phase.PREFILL:
+            return slots
+        # It holds few slots at a time, so that it does not displace more of what decoding uses.
+        return max(floor // 2, min(2 * self._readers.count, slots // 4))
+
+    def _give_up_some(self, acquire: Acquire) -> None:
+        """Unpins what is ready before its turn: what is worth least, for as many reads as it may have at once."""
+        policy, head = acquire.shelf.policy, acquire.deferred[0]
+        own = {slot.key: slot for slot in acquire.ready if slot.pins == 1}
+        some: list[Slot] = []
+        while own and len(some) < self._at_once(acquire):
+            victim = policy.victim(head, acquire.phase, lambda key: key not in own)
+            assert victim is not None
+            some.append(own.pop(victim))
+        # Those that others use too make no room; but nobody is kept waiting for them.
+        for slot in some or tuple(acquire.ready):
+            acquire.defer(slot)
+            slot.pins -= 1
+        self._changed.notify_all()
 
     def _go_on_sweeping(self) -> None:
         """Queues reads for the layer after the one that a prompt computes, behind those it waits for.
@@ -321,6 +340,7 @@ class ExpertCache:
         else:
             slot.waiting.append(acquire)
             acquire.reading.append(slot)
+            acquire.awaited.add(slot.key)
 
     def _claim(self, shelf: Shelf, key: Key, phase: Phase) -> Slot | None:
         """A slot for `key`, pinned for the reader; None if every slot is pinned."""
@@ -377,15 +397,17 @@ class ExpertCache:
         self._shelves[key[0]].policy.on_insert(key, phase)
 
     def _wait_until_ready(self, acquire: Acquire) -> None:
-        """Waits until something is ready or has failed, starting deferred reads as slots become free."""
+        """Waits until something can be handed out or has failed, starting deferred reads as slots become free."""
         starved, began = acquire.shelf.starved, time.perf_counter()
         try:
-            while not acquire.ready and acquire.error is None:
+            while not acquire.deliverable and acquire.error is None:
                 if self._closed:
                     acquire.error = _closed_error()
                     return
                 if acquire.reading:
                     self._changed.wait()
+                elif acquire.ready:  # they hold the slots that what comes before them needs
+                    self._give_up_some(acquire)
                 else:
                     if acquire not in starved:
                         starved.append(acquire)

@@ -149,15 +149,27 @@ def delta_rule(
 
 
 def moe_ffn(
-    layout: ExpertLayout, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor, activation: str = "silu"
+    layout: ExpertLayout,
+    batch: ExpertBatch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    activation: str = "silu",
+    weights: torch.Tensor | None = None,
+    *,
+    fresh: bool = False,
 ) -> None:
     """out[dest[i]] = down(act(gate x[token[i]]) * up x[token[i]]) for each pair i of the batch.
 
-    `activation` is "silu", "gelu" (tanh form) or "swiglu_oai" (clamped; gpt-oss). x is [T, D], out [R, D].
-    On the CPU the bits of out[dest[i]] depend only on the expert's bytes and on x[token[i]].
+    With `weights` [P] instead out[token[i]] += weights[dest[i]] * down(...), in the order of the pairs: what
+    `weighted_sum` makes of the former, if an expert's pairs come before those of every later one, in this call and
+    those after it, and out is zeros at first (`fresh`: whatever it holds).
+
+    `activation` is "silu", "gelu" (tanh form) or "swiglu_oai" (clamped; gpt-oss). x is [T, D], out [R, D] or [T, D];
+    biases and scales of the layout are applied to their products. On the CPU the bits of down(...) depend only on the
+    expert's bytes and on x[token[i]].
     """
     run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
-    run(layout, batch, x, out, activation)
+    run(layout, batch, x, out, activation, weights, fresh=fresh)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -203,15 +215,17 @@ def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:count], places[:count]
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """rows [N, k, D], weights [N, k] -> [N, D], added from the first to the last."""
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """rows [N, k, D], weights [N, k] -> [N, D], added in the order of each token's ids [N, k], which differ."""
     run = cpu_step.weighted_sum if rows.is_cpu else torch_step.weighted_sum
-    return run(rows, weights)
+    return run(rows, weights, ids)
 
 
-def add(x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """x + scale * y: x [N, D], y [N, D] or [D]."""
-    return cpu_step.add(x, y, scale) if x.is_cpu else x.add(y, alpha=scale)
+def add(
+    x: torch.Tensor, y: torch.Tensor, scale: float = 1.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x + scale * y: x [N, D], y [N, D] or [D]. `out`, which may be x or y, takes it."""
+    return cpu_step.add(x, y, scale, out) if x.is_cpu else torch.add(x, y, alpha=scale, out=out)
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -15,8 +15,10 @@ class Plan:
         pairs: int,
         x: int,
         tokens: int,
+        weights: int,
+        places: int,
         out: int,
-        out_rows: int,
+        fresh: bool,
         kind: int,
         limit: float,
         alpha: float,
@@ -130,7 +132,9 @@ def route(
     best_two: bool,
     scale: float,
 ) -> None: ...
-def weighted_sum(rows: int, weights: int, out: int, tokens: int, count: int, width: int) -> None: ...
+def weighted_sum(
+    rows: int, weights: int, ids: int, out: int, tokens: int, count: int, width: int
+) -> None: ...
 def largest(x: int, n: int, count: int, values: int, places: int) -> int: ...
 def attend(
     q: int,

@@ -104,7 +104,12 @@ def _pair(section: Section) -> tuple[int, int]:
 
 
 def check_batch(
-    layout: ExpertLayout, width: int, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor
+    layout: ExpertLayout,
+    width: int,
+    batch: ExpertBatch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    weights: torch.Tensor | None,
 ) -> None:
     """Everything about a batch but the values of its indices, which are checked where they are read."""
     device = x.device
@@ -114,6 +119,10 @@ def check_batch(
     check_tensor("dest", batch.dest, torch.int32, 1, device)
     if x.shape[1] != width or out.shape[1] != width:
         raise ValueError(f"x and out have {x.shape[1]} and {out.shape[1]} columns, the experts have {width}")
+    if weights is not None:
+        check_tensor("weights", weights, torch.float32, 1, device)
+        if len(out) != len(x):
+            raise ValueError(f"x and out have {len(x)} and {len(out)} rows: a sum is of what each token has")
     if batch.token.shape != batch.dest.shape or len(batch.slots) != len(batch.counts):
         raise ValueError("a batch needs as many counts as slots, and as many dest as token indices")
     size = layout.file_bytes
@@ -218,12 +227,13 @@ def check_route(logits: torch.Tensor, bias: torch.Tensor | None) -> None:
             raise ValueError(f"a bias of {bias.numel()} does not fit {logits.shape[1]} experts")
 
 
-def check_sum(rows: torch.Tensor, weights: torch.Tensor) -> None:
-    """rows [N, k, D] and weights [N, k] must fit each other."""
+def check_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """rows [N, k, D], weights [N, k] and ids [N, k] must fit each other."""
     check_tensor("rows", rows, torch.float32, 3, rows.device)
-    check_tensor("weights", weights, torch.float32, 2, rows.device)
-    if weights.shape != rows.shape[:2]:
-        raise ValueError(f"rows {tuple(rows.shape)} have no weights {tuple(weights.shape)}")
+    for name, tensor, dtype in (("weights", weights, torch.float32), ("ids", ids, torch.int64)):
+        check_tensor(name, tensor, dtype, 2, rows.device)
+        if tensor.shape != rows.shape[:2]:
+            raise ValueError(f"rows {tuple(rows.shape)} have no {name} {tuple(tensor.shape)}")
 
 
 def check_token(ids: torch.Tensor, x: torch.Tensor, out: torch.Tensor, width: int) -> None:
@@ -238,9 +248,13 @@ def check_token(ids: torch.Tensor, x: torch.Tensor, out: torch.Tensor, width: in
         )
 
 
-def check_add(x: torch.Tensor, y: torch.Tensor) -> None:
-    """x [N, D] and what is added to it, y [N, D] or [D], must fit each other."""
+def check_add(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None) -> None:
+    """x [N, D], what is added to it, y [N, D] or [D], and `out` [N, D] must fit each other."""
     check_tensor("x", x, torch.float32, 2, x.device)
+    if out is not None:
+        check_tensor("out", out, torch.float32, 2, x.device)
+        if out.shape != x.shape:
+            raise ValueError(f"out {tuple(out.shape)} cannot take the sum of x {tuple(x.shape)}")
     check_tensor("y", y, torch.float32, 1 if y.dim() == 1 else 2, x.device)
     if y.shape != (x.shape if y.dim() == 2 else x.shape[1:]):
         raise ValueError(f"y {tuple(y.shape)} cannot be added to x {tuple(x.shape)}")

@@ -30,6 +30,7 @@ from leanmoe.kernels.checks import (
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
 from leanmoe.kernels.tape import address_of, aside, empty, recording
+from leanmoe.kernels.torch_reference import deliver
 from leanmoe.kernels.types import Activation, ExpertBatch, ResidentExperts, Weight, activation, check_bytes
 from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
 
@@ -229,19 +230,27 @@ def quantized_types() -> tuple[str, ...]:
 
 
 def moe_ffn(
-    layout: ExpertLayout, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor, name: str = "silu"
+    layout: ExpertLayout,
+    batch: ExpertBatch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    name: str = "silu",
+    weights: torch.Tensor | None = None,
+    *,
+    fresh: bool = False,
 ) -> None:
-    """out[dest[i]] = down(act(gate x[token[i]]) * up x[token[i]]) for each i, all experts in one call.
+    """As `kernels.moe_ffn`, all experts in one call.
 
-    x is float32 [T, D], out float32 [R, D]. Biases and scales of the layout are applied to their products.
     Raises `ValueError` for a batch that does not fit, `UnsupportedError` for an unknown section layout.
     """
     act = activation(name)
     known = _plans.get(id(layout)) or _make_plan(layout)
     _, plan, inner, width = known
-    check_batch(layout, width, batch, x, out)
+    check_batch(layout, width, batch, x, out, weights)
     if plan is None:
-        _ffn_dequantized(layout, inner, batch, x, out, act)
+        if fresh:
+            out.zero_()
+        _ffn_dequantized(layout, inner, batch, x, out, act, weights)
         return
     plan.run(
         [slot.data_ptr() for slot in batch.slots],
@@ -251,8 +260,10 @@ def moe_ffn(
         batch.token.shape[0],
         x.data_ptr(),
         x.shape[0],
+        0 if weights is None else weights.data_ptr(),
+        len(out if weights is None else weights),
         out.data_ptr(),
-        out.shape[0],
+        fresh,
         *act.numbers,
     )
 
@@ -312,17 +323,24 @@ def _spec(layout: ExpertLayout, name: str) -> list[int]:
 
 
 def _ffn_dequantized(
-    layout: ExpertLayout, inner: int, batch: ExpertBatch, x: torch.Tensor, out: torch.Tensor, act: Activation
+    layout: ExpertLayout,
+    inner: int,
+    batch: ExpertBatch,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    act: Activation,
+    weights: torch.Tensor | None,
 ) -> None:
     """The same as one fused call, expert by expert and product by product, for types without a product."""
-    check_indices(batch, x.shape[0], out.shape[0])
+    check_indices(batch, x.shape[0], len(out if weights is None else weights))
     begin = 0
     for slot, count in zip(batch.slots, batch.counts, strict=True):
-        rows = x[batch.token[begin : begin + count].long()]
+        tokens, dest = (i[begin : begin + count].long() for i in (batch.token, batch.dest))
+        rows = x[tokens]
         gate = _expert_product(layout, slot, "gate", rows)
         up = _expert_product(layout, slot, "up", rows)
         _cpu.glu(*act.numbers, gate.data_ptr(), up.data_ptr(), gate.data_ptr(), count, inner)
-        out[batch.dest[begin : begin + count].long()] = _expert_product(layout, slot, "down", gate)
+        deliver(_expert_product(layout, slot, "down", gate), tokens, dest, out, weights)
         begin += count
 
 

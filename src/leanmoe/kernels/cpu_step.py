@@ -90,19 +90,21 @@ def route(
     return ids, weights, chances
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """As `kernels.weighted_sum`. Raises `ValueError` for tensors that do not fit."""
-    check_sum(rows, weights)
+    check_sum(rows, weights, ids)
     tokens, count, width = rows.shape
     out = empty((tokens, width))
-    _cpu.weighted_sum(rows.data_ptr(), weights.data_ptr(), out.data_ptr(), tokens, count, width)
+    _cpu.weighted_sum(
+        rows.data_ptr(), weights.data_ptr(), ids.data_ptr(), out.data_ptr(), tokens, count, width
+    )
     return out
 
 
-def add(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+def add(x: torch.Tensor, y: torch.Tensor, scale: float, out: torch.Tensor | None) -> torch.Tensor:
     """As `kernels.add`. Raises `ValueError` for tensors that do not fit."""
-    check_add(x, y)
-    out, width = empty(x.shape), x.shape[-1]
+    check_add(x, y, out)
+    out, width = empty(x.shape) if out is None else out, x.shape[-1]
     _cpu.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), x.shape[0], width, scale, y.dim() == 1)
     return out
 

@@ -65,22 +65,42 @@ def embed(w: Weight, ids: Tensor) -> Tensor:
     return _values(rows, w.qtype).view(ids.shape[0], w.shape[1])
 
 
-def moe_ffn(layout: ExpertLayout, batch: ExpertBatch, x: Tensor, out: Tensor, name: str = "silu") -> None:
-    """out[dest[i]] = down(act(gate x[token[i]]) * up x[token[i]]) for each i, expert by expert.
+def moe_ffn(
+    layout: ExpertLayout,
+    batch: ExpertBatch,
+    x: Tensor,
+    out: Tensor,
+    name: str = "silu",
+    weights: Tensor | None = None,
+    *,
+    fresh: bool = False,
+) -> None:
+    """As `kernels.moe_ffn`, expert by expert.
 
     Raises `ValueError` for a batch that does not fit, `UnsupportedError` for a type without code here.
     """
     act = activation(name)
     _, width = check_layout(layout)
-    check_batch(layout, width, batch, x, out)
-    check_indices(batch, x.shape[0], out.shape[0])
+    check_batch(layout, width, batch, x, out, weights)
+    check_indices(batch, x.shape[0], len(out if weights is None else weights))
+    if fresh:
+        out.zero_()
     begin = 0
     for slot, count in zip(batch.slots, batch.counts, strict=True):
         if count:
-            rows = x[batch.token[begin : begin + count].long()]
+            tokens, dest = (i[begin : begin + count].long() for i in (batch.token, batch.dest))
+            rows = x[tokens]
             hidden = glu(act, _product(layout, slot, "gate", rows), _product(layout, slot, "up", rows))
-            out[batch.dest[begin : begin + count].long()] = _product(layout, slot, "down", hidden)
+            deliver(_product(layout, slot, "down", hidden), tokens, dest, out, weights)
         begin += count
+
+
+def deliver(found: Tensor, tokens: Tensor, dest: Tensor, out: Tensor, weights: Tensor | None) -> None:
+    """What one expert found [n, D] for n different `tokens`: to where `moe_ffn` has it."""
+    if weights is None:
+        out[dest] = found
+    else:
+        out[tokens] += weights[dest, None] * found
 
 
 def glu(act: Activation, gate: Tensor, up: Tensor) -> Tensor:

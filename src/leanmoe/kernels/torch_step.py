@@ -86,9 +86,10 @@ def angles(frequencies: Tensor, positions: Tensor, magnitude: float) -> tuple[Te
     return (angle.cos() * magnitude).float(), (angle.sin() * magnitude).float()
 
 
-def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """As `kernels.weighted_sum`."""
-    y = rows[:, 0] * weights[:, 0, None]
-    for j in range(1, rows.shape[1]):
-        y += rows[:, j] * weights[:, j, None]
+    y = torch.zeros_like(rows[:, 0])
+    tokens = torch.arange(len(rows), device=rows.device)
+    for place in ids.argsort(dim=-1, stable=True).unbind(-1):
+        y += rows[tokens, place] * weights[tokens, place, None]
     return y

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from leanmoe.experts.policy import Phase
+from leanmoe.models.spec import PART
 from leanmoe.models.state import SequenceState
+
+
+def parts(tokens: int) -> list[slice]:
+    """Rows that make up so many tokens, at most `PART` at once."""
+    return [slice(begin, min(begin + PART, tokens)) for begin in range(0, tokens, PART)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,15 @@ class Segment:
     state: SequenceState
     start: int
     rows: slice
+
+    def within(self, rows: slice) -> "Segment | None":
+        """Its part in a batch of these rows alone; None if it has none."""
+        begin, end = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        if begin >= end:
+            return None
+        return Segment(
+            self.state, self.start + begin - self.rows.start, slice(begin - rows.start, end - rows.start)
+        )
 
     def pieces(self) -> Iterator[tuple[slice, bool]]:
         """The rows, cut where the sequence wants a checkpoint; True with the piece that ends there."""
@@ -41,6 +56,13 @@ class Batch:
     def phase(self) -> Phase:
         """Prefill if any sequence brings more than one token: then most experts will not be wanted again soon."""
         return Phase.PREFILL if len(self.tokens) > len(self.segments) else Phase.DECODE
+
+    def part(self, rows: slice) -> "Batch":
+        """These rows as a batch of which no logits are wanted. What comes before them must have been through it."""
+        if rows == slice(0, len(self.tokens)):
+            return self
+        segments = tuple(part for s in self.segments if (part := s.within(rows)))
+        return Batch(self.tokens[rows], self.positions[rows], segments, self.logit_rows[:0])
 
     @classmethod
     def of(cls, parts: Sequence[tuple[SequenceState, Sequence[int]]], *, all_logits: bool = False) -> "Batch":

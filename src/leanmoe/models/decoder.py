@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
 from leanmoe.kernels import Workspace, add, aside, embed, empty, linear, recording, scaled, turn, working_in
 from leanmoe.models.attention import Attention
-from leanmoe.models.batch import Batch
+from leanmoe.models.batch import Batch, parts
 from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.latent_attention import LatentAttention
 from leanmoe.models.lookahead import Foresight, Gate, GateRecall, attach
@@ -52,6 +53,14 @@ _MIXERS: dict[type, Any] = {
 }
 
 
+class Part(NamedTuple):
+    """Rows of a pass that go through a mixer together."""
+
+    rows: slice
+    batch: Batch
+    tables: RopeTables
+
+
 class Layer:
     """`h = x + s mixer(norm1(x)); y = h + s ffn(norm2(h))`, where `s` is the residual scale.
 
@@ -80,20 +89,34 @@ class Layer:
         scale = trunk.vector_if_present(prefix + "layer_output_scale.weight", 1)
         self.output_scale = 1.0 if scale is None else float(scale)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        h = self._plus(x, self._mixed(self.norm1(x), batch, tables), self.post1)
-        y = self._plus(h, self.ffn(self.norm2(h), batch.phase, h), self.post2)
-        return scaled(y, self.output_scale)
+    def __call__(self, x: torch.Tensor, phase: Phase, through: Sequence[Part]) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]. Of several parts, the memory of x takes what is made of it."""
+        if len(through) == 1:
+            h = self._plus(x, self._mixed(self.norm1(x), through[0]), self.post1)
+            y = self._plus(h, self.ffn(self.norm2(h), phase, h), self.post2)
+            return scaled(y, self.output_scale)
+        for part in through:
+            h = x[part.rows]
+            self._plus(h, self._mixed(self.norm1(h), part), self.post1, h)
+        if self.moe is None:
+            for part in through:
+                h = x[part.rows]
+                self._plus(h, self.ffn(self.norm2(h), phase, h), self.post2, h)
+        else:
+            self._plus(x, self.ffn(self.norm2(x), phase, x), self.post2, x)
+        return scaled(x, self.output_scale)
 
-    def _mixed(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+    def _mixed(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         if self.mixer.recordable or recording() is None:
-            return self.mixer(x, batch, tables)
+            return self.mixer(x, part.batch, part.tables)
         out = empty(x.shape)
-        aside(lambda now: out.copy_(self.mixer(x, now, RopeTables(now.positions))), batch)
+        aside(lambda now: out.copy_(self.mixer(x, now, RopeTables(now.positions))), part.batch)
         return out
 
-    def _plus(self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
-        return add(x, more if norm is None else norm(more), self.scale)
+    def _plus(
+        self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return add(x, more if norm is None else norm(more), self.scale, out)
 
     @property
     def moe(self) -> MoE | None:
@@ -191,10 +214,13 @@ class Decoder:
     def _through(self, batch: Batch, cancelled: Callable[[], bool] | None) -> torch.Tensor:
         """The states [N, hidden] after the last layer."""
         x = scaled(embed(self.embedding, batch.tokens), self.spec.embedding_scale)
-        tables = RopeTables(batch.positions)
+        through = []
+        for rows in parts(len(batch.tokens)):
+            part = batch.part(rows)
+            through.append(Part(rows, part, RopeTables(part.positions)))
         for layer, device in zip(self.layers, self.devices, strict=True):
             if cancelled is not None and cancelled():
                 raise Cancelled
             turn()
-            x = layer(x.to(device), batch, tables)
+            x = layer(x.to(device), batch.phase, through)
         return x

@@ -23,6 +23,7 @@ from leanmoe.kernels import (
     sigmoid_gate,
     weighted_sum,
 )
+from leanmoe.models.batch import parts
 from leanmoe.models.lookahead import Foresight, Watcher
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.routing import Router, Routing
@@ -71,8 +72,9 @@ class SharedExpert:
 class MoE:
     """`y = sum over the top-k of w_j * expert_j(x)`, plus the shared expert.
 
-    Experts arrive from the pool in any order; their outputs are kept apart and summed in top-k order, so that
-    the bits of y do not depend on what was resident.
+    A token's experts are added in the order of their numbers, so that the bits of y depend neither on what was resident
+    nor on the tokens beside it. In a prompt they arrive in that order and are added as they come; what a decode step's
+    experts say, which arrive in any order, is kept apart until all have spoken.
     """
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
@@ -94,16 +96,22 @@ class MoE:
         """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
         routing = self.router(x if self.router_norm is None else self.router_norm(h))
         n, k = routing.ids.shape
-        outputs = empty((n * k, x.shape[1]), device=x.device)
+        summed = phase is Phase.PREFILL
+        outputs = empty((n if summed else n * k, x.shape[1]), device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
         if self.pool.observing:
             aside(visit.tell)
         done = self._compute_resident(routing.ids, x, outputs)
         aside(visit.fetch, done=done)
-        # Reads are on their way from here on: the shared expert is computed meanwhile.
-        shared = None if self.shared is None else self.shared(x, phase, h)
+        # Reads are on their way from here on: the shared expert is computed meanwhile. Not that of a long prompt, whose
+        # outputs would be kept as long, and which waits for no reads.
+        long = len(parts(n)) > 1
+        shared = None if self.shared is None or long else self.shared(x, phase, h)
         aside(visit.compute, done=done)
-        routed = weighted_sum(outputs.view(n, k, -1), routing.weights)
+        routed = outputs if summed else weighted_sum(outputs.view(n, k, -1), routing.weights, routing.ids)
+        if self.shared is not None and long:
+            for rows in parts(n):
+                add(routed[rows], self.shared(x[rows], phase, h[rows]), out=routed[rows])
         return routed if shared is None else add(routed, shared)
 
     def _compute_resident(
@@ -120,9 +128,10 @@ class MoE:
 
 
 class _Visit:
-    """What tokens x [N, hidden] want of a layer's experts: fetched, then computed into `outputs` [N * k, hidden].
+    """What tokens x [N, hidden] want of a layer's experts: fetched, then computed into `outputs`.
 
-    On a tape it comes back, with other numbers in the same tensors.
+    Those are each expert's [N * k, hidden], or in a prefill the tokens' sums [N, hidden]. On a tape it comes back, with
+    other numbers in the same tensors.
     """
 
     def __init__(
@@ -148,7 +157,7 @@ class _Visit:
         """Pins what is resident, and queues reads of the rest."""
         moe, phase = self._moe, self._phase
         self._rows = _rows_by_expert(self._routing.ids)
-        experts = list(self._rows)
+        experts = list(self._rows) if phase is Phase.DECODE else sorted(self._rows)
         self._groups = moe.pool.acquire(moe.layer, experts, phase)
         if moe.look_ahead is not None:
             moe.look_ahead(phase, self._h, experts)
@@ -160,6 +169,8 @@ class _Visit:
         moe, k, device = self._moe, self._routing.ids.shape[1], self._x.device
         groups, self._groups = self._groups, None
         assert groups is not None
+        weights = self._routing.weights.view(-1) if self._phase is Phase.PREFILL else None
+        fresh = weights is not None
         with groups:
             for leases in groups:
                 mine = [self._rows[lease.expert] for lease in leases]
@@ -167,7 +178,8 @@ class _Visit:
                 batch = ExpertBatch(
                     [lease.data for lease in leases], [len(r) for r in mine], index[0], index[1]
                 )
-                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation)
+                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation, weights, fresh=fresh)
+                fresh = False
 
 
 class DenseBesideMoE:
@@ -184,7 +196,10 @@ class DenseBesideMoE:
     def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] is h as the dense FFN sees it -> [N, hidden]."""
         routed = self.moe_norm(self.moe(self.before_moe(h), phase, h))
-        return add(self.dense_norm(self.dense(x, phase, h)), routed)
+        out = empty(x.shape, device=x.device)
+        for rows in parts(len(x)):
+            add(self.dense_norm(self.dense(x[rows], phase, h[rows])), routed[rows], out=out[rows])
+        return out
 
 
 def _rows_by_expert(ids: torch.Tensor) -> dict[int, Places]:
