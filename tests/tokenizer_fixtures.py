@@ -246,7 +246,7 @@ def llama_cpp_models() -> Path:
 
 def _fetch_llama_cpp(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python"]
-    command += ["--no-build-isolation", "--dest", str(CACHE), SDIST]
+    command += ["--dest", str(CACHE), SDIST]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = list(CACHE.glob("llama_cpp_python-*.tar.gz"))
     if done.returncode or not archives:
