@@ -68,7 +68,7 @@ def test_prompts_are_read_in_large_chunks_where_the_cache_is_what_is_small(gguf:
     model = read_gguf(gguf)
     spec, manifest = model_spec(model), expert_layouts(model)
     experts = sum(m.expert_count * m.layout.file_bytes for m in manifest.layers)
-    for cache, chunk, fits in ((None, 1024, True), (experts, 1024, True), (experts - 1, 4096, False)):
+    for cache, chunk, fits in ((None, 2048, True), (experts, 2048, True), (experts - 1, 4096, False)):
         config = EngineConfig(context=4096, cache=cache)
         made = plan_memory(spec, model, manifest, config, memory=8 << 30, base=250 << 20)
         assert (made.chunk, made.residency == 1) == (chunk, fits)

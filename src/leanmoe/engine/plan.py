@@ -19,7 +19,7 @@ from leanmoe.units import format_bytes
 
 DEFAULT_CONTEXT = 4096
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
-_RESIDENT_CHUNK = 1024  # more is no faster where nothing is read
+_RESIDENT_CHUNK = 2048  # more is hardly faster where nothing is read
 _MODEST_CHUNK = 512
 _CHUNK_SHARE = 10  # scratch of a larger chunk may take one in this many of the bytes that slots could have
 
