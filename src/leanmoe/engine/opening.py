@@ -64,6 +64,7 @@ def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Obs
 
     Raises what `LLM` says.
     """
+    return_large_blocks()
     pack = open_pack(path)
     spec = model_spec(pack.trunk)
     tokenizer = file_tokenizer(pack.trunk, spec.vocab)
@@ -98,7 +99,6 @@ def _planned(pack: Pack, spec: ModelSpec, config: EngineConfig) -> tuple[EngineC
     chosen = choice_for(find_tuned(pack.path), memory)
     config = replace(config.settled(chosen), memory=memory, threads=threads)
     kernels.set_num_threads(threads)
-    return_large_blocks()
     on_gpu = config.devices[0] != "cpu"
     vram = tuple(_vram(device, config.vram) for device in config.devices) if on_gpu else ()
     base = resident_bytes()

@@ -28,7 +28,8 @@ _CHUNK_SHARE = 10  # scratch of a larger chunk may take one in this many of the 
 _FIXED_MARGIN = 40 << 20
 # A process before its weights, for a plan made by another one: interpreter, torch and lean's own libraries.
 _RUNTIME_BYTES = 280 << 20
-# A tokenizer takes about this much for each token of its vocabulary (text, merges, hash tables); 750 were seen.
+# A tokenizer takes at most about this much for each token of its vocabulary (text, merges, hash tables), most of it
+# while it is made; of byte-level ones 220 stay.
 _TOKENIZER_BYTES = 900
 # By how much a process, before its weights, may differ from the last one that ran the same command.
 _BASE_VARIES = 4 << 20

@@ -87,9 +87,10 @@ class Header:
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in a GGUF header, decoded when first looked at; behaves as a list of `str`.
+    """An array of strings in a GGUF header, decoded when they are looked at; behaves as a list of `str`.
 
-    Raises `FormatError` on first access if one of the strings is not UTF-8.
+    They are kept once one is looked up by its place, not where all are gone through: a vocabulary's merges, which are
+    wanted once, take ten megabytes and more. Raises `FormatError` on access if one of the strings is not UTF-8.
     """
 
     def __init__(self, buffer: bytearray, start: int, count: int, label: str) -> None:
@@ -97,16 +98,17 @@ class StringArray(Sequence[str]):
 
     @cached_property
     def _strings(self) -> list[str]:
+        return list(self._decoded())
+
+    def _decoded(self) -> Iterator[str]:
         buffer, position, length_at = self._buffer, self._start, _U64.unpack_from
-        strings: list[str] = []
-        try:
-            for _ in range(self._count):
-                end = position + 8 + length_at(buffer, position)[0]
-                strings.append(buffer[position + 8 : end].decode())
-                position = end
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{self._label}: string {len(strings)} is not UTF-8 ({error.reason})") from None
-        return strings
+        for i in range(self._count):
+            end = position + 8 + length_at(buffer, position)[0]
+            try:
+                yield buffer[position + 8 : end].decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{self._label}: string {i} is not UTF-8 ({error.reason})") from None
+            position = end
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -116,13 +118,13 @@ class StringArray(Sequence[str]):
         return self._strings[index]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._strings)
+        return iter(self._strings) if "_strings" in vars(self) else self._decoded()
 
     def __len__(self) -> int:
         return self._count
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and not isinstance(other, str) and self._strings == list(other)
+        return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 

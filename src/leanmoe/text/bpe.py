@@ -65,7 +65,6 @@ class CharacterBpe:
 
     def __init__(self, ids: Mapping[str, int], merges: Sequence[str]) -> None:
         """As for `ByteLevelBpe`; the tokens of bytes are spelt `<0xAB>`. Raises `FormatError`."""
-        self._ids = ids
         self._tokenizer = tokenizers.Tokenizer(
             models.BPE(vocab=dict(ids), merges=_split_merges(merges, ids), byte_fallback=True)
         )

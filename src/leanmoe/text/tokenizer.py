@@ -48,6 +48,7 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.stop_ids = vocabulary.stop_ids
         self.vocab_size = len(vocabulary.tokens)
+        self._specials = [(token, vocabulary.tokens[token]) for token in vocabulary.special_order]
         # Not of a method: the cache would keep the tokenizer alive, and be kept by it.
         self._cached_bytes = lru_cache(maxsize=1 << 15)(partial(_token_bytes, vocabulary, encoder))
 
@@ -78,28 +79,28 @@ class Tokenizer:
             _log.warning("the file does not name its pre-tokenizer (tokenizer.ggml.pre); using 'default'")
             name = "default"
         family = pre_tokenizer(name)
-        vocabulary = read_vocabulary(metadata, {})
+        vocabulary, ids = read_vocabulary(metadata, {})
         merges = metadata_strings(metadata, "tokenizer.ggml.merges")
         return cls(
             vocabulary,
-            ByteLevelBpe(vocabulary.ids, merges, family),
+            ByteLevelBpe(ids, merges, family),
             add_bos=_adds(metadata, "bos", family.add_bos, vocabulary.bos_id),
             add_eos=_adds(metadata, "eos", False, vocabulary.eos_id),
         )
 
     @classmethod
     def _by_character(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        vocabulary = read_vocabulary(metadata, {})
-        encoder = CharacterBpe(vocabulary.ids, metadata_strings(metadata, "tokenizer.ggml.merges"))
+        vocabulary, ids = read_vocabulary(metadata, {})
+        encoder = CharacterBpe(ids, metadata_strings(metadata, "tokenizer.ggml.merges"))
         # Files say no by mistake; the model was never trained without it, and llama.cpp adds it all the same.
         return cls(vocabulary, encoder, add_bos=vocabulary.bos_id is not None, add_eos=False)
 
     @classmethod
     def _sentencepiece(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        vocabulary = read_vocabulary(metadata, {"bos": 1, "eos": 2, "unknown": 0})
+        vocabulary, ids = read_vocabulary(metadata, {"bos": 1, "eos": 2, "unknown": 0})
         tokenizer = cls(
             vocabulary,
-            SentencePieceBpe(vocabulary.ids, vocabulary.scores.tolist(), vocabulary.unknown_id or 0),
+            SentencePieceBpe(ids, vocabulary.scores.tolist(), vocabulary.unknown_id or 0),
             add_bos=_adds(metadata, "bos", True, vocabulary.bos_id),
             add_eos=_adds(metadata, "eos", False, vocabulary.eos_id),
         )
@@ -182,8 +183,7 @@ class Tokenizer:
     def _split_special(self, text: str, parse_special: bool) -> list[str | int]:
         """Cuts special tokens out of `text`, longest first; pieces of text between them are never empty."""
         parts: list[str | int] = [text] if text else []
-        for token in self._vocabulary.special_order:
-            special = self._vocabulary.tokens[token]
+        for token, special in self._specials:
             if special not in text or (not parse_special and self._vocabulary.is_kind(token, _SPECIAL)):
                 continue
             cut: list[str | int] = []
