@@ -117,6 +117,7 @@ def expected(w: Weight, x: torch.Tensor) -> tuple[Array, Array]:
     name, source = w.qtype.name, x.numpy()
     partner = _PARTNER.get(name, name)
     correction: Array | float = 0.0
+    sizes = np.abs(values)
     if partner == "Q8_K":
         rounded = _q8_k(source)
     elif partner in ("Q8_0", "Q8_1"):
@@ -125,13 +126,15 @@ def expected(w: Weight, x: torch.Tensor) -> tuple[Array, Array]:
             blocks = w.data.numpy().reshape(-1, w.qtype.block_bytes)
             minimum = blocks[:, 2:4].copy().view(np.float16).astype(np.float64).reshape(w.shape[0], -1)
             correction = (stored - sums) @ minimum.T
+            # A term of its own, which may take away most of the other.
+            sizes = sizes + np.repeat(np.abs(minimum), 32, axis=1)
     elif partner == "BF16":
         rounded = x.bfloat16().double().numpy()
     elif partner == "F16":
         rounded = x.half().double().numpy()
     else:
         rounded = source.astype(np.float64)
-    return rounded @ values.T + correction, np.abs(rounded) @ np.abs(values).T
+    return rounded @ values.T + correction, np.abs(rounded) @ sizes.T
 
 
 @contextmanager
