@@ -122,7 +122,8 @@ struct Ffn {
             }
             for (int64_t row = begin; row < end; row += ROW_CHUNK) {
                 const int64_t some = std::min(ROW_CHUNK, end - row);
-                for (int i = 0; i < 32 && lines > 0; ++i, --lines, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                for (int some_lines = 0; some_lines < 32 && lines > 0; ++some_lines, --lines, ahead += 64)
+                    __builtin_prefetch(ahead, 0, 2);
                 multiply_tile(w, row, row + some, rows, n, to, 0);
                 for (int t = 0; t < n; ++t) {
                     const int64_t pair = part.first + i + t;

@@ -70,7 +70,7 @@ void weighted_sum(uintptr_t rows, uintptr_t weights, uintptr_t ids, uintptr_t ou
     require(tokens >= 0 && count > 0 && width > 0, "these are not the sizes of a weighted sum");
     const SumCall call = {pointer<const float>(rows), pointer<const float>(weights), pointer<const int64_t>(ids),
                           pointer<float>(out), tokens, count, width};
-    each_row(tokens, count * width, [=](int64_t token) { sum_token(call, token); });
+    each_row(tokens, count * width, [=](int64_t token) { sum_token(call, Engine::get().table().add, token); });
 }
 
 int64_t largest(uintptr_t x, int64_t n, int64_t count, uintptr_t values, uintptr_t places) {

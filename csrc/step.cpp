@@ -180,7 +180,7 @@ int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values,
     return static_cast<int64_t>(best.size());
 }
 
-void sum_token(const SumCall& c, int64_t token) {
+void sum_token(const SumCall& c, AddFn add, int64_t token) {
     const float *rows = c.rows + token * c.count * c.width, *weights = c.weights + token * c.count;
     const int64_t* ids = c.ids + token * c.count;
     float* out = c.out + token * c.width;
@@ -193,7 +193,7 @@ void sum_token(const SumCall& c, int64_t token) {
             if (follows && (next < 0 || ids[j] < ids[next])) next = j;
         }
         last = next;
-        for (int64_t i = 0; i < c.width; ++i) out[i] += weights[next] * rows[next * c.width + i];
+        add(out, rows + next * c.width, weights[next], c.width);
     }
 }
 

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace lean {
 
 // out = x / sqrt(mean(x^2) + eps) * weight
@@ -56,7 +58,7 @@ struct SumCall {
     float* out;            // [tokens][width]
     int64_t tokens, count, width;
 };
-void sum_token(const SumCall& call, int64_t token);
+void sum_token(const SumCall& call, AddFn add, int64_t token);
 
 // out = x + scale * y
 struct AddCall {
