@@ -10,8 +10,9 @@ import torch
 import leanmoe
 from leanmoe import LLM, BudgetError, LeanError, UsageError
 from leanmoe.engine.config import EngineConfig
-from leanmoe.experts.policy import Phase
+from leanmoe.experts.policy import Adaptive, Phase
 from leanmoe.pack import pack_gguf
+from tiny_packs import floor_bytes
 
 PROMPT = "The quick brown fox"
 
@@ -210,6 +211,30 @@ def test_observers_are_told_of_every_routing(path: Path) -> None:
     assert len(done.tokens) == 5
     assert seen[: len(layers)] == [(Phase.PREFILL, layer, 10) for layer in layers]
     assert seen[len(layers) :] == [(Phase.DECODE, layer, 1) for _ in range(4) for layer in layers]
+
+
+def test_the_policy_is_told_what_a_prompt_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding would begin with whatever the prompt happened to leave. With a slot for each expert nobody need know."""
+    told: list[tuple[int, Any]] = []
+    seen: list[tuple[int, Any]] = []
+
+    class Notes:
+        def record(self, phase: Phase, layer: int, experts: Any, weights: Any, probabilities: Any) -> None:
+            if phase is Phase.PREFILL:
+                seen.append((layer, experts.tolist()))
+
+    def on_prompt(_: Adaptive, layer: int, picks: Any) -> None:
+        told.append((layer, picks.tolist()))
+
+    monkeypatch.setattr(Adaptive, "on_prompt", on_prompt)
+    for cache in (None, 2 * floor_bytes(path)):
+        with LLM(path, context=128, cache=cache, observers=[Notes()]) as llm:
+            llm.generate([1] * 10, max_tokens=3, temperature=0, ignore_eos=True)
+        if cache is None:
+            assert not told
+            seen.clear()
+    assert told == seen
+    assert len(told) == len(llm.spec.moe_layers)
 
 
 def test_a_dense_model_has_no_use_for_prefetch(tmp_path: Path) -> None:

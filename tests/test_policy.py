@@ -23,6 +23,12 @@ class Driver:
     def __init__(self, policy, n):
         self.policy, self.n, self.resident = policy, n, set()
 
+    def read_prompt(self, layer, picks):
+        """`picks` [tokens, top-k]: what each token of a prompt uses."""
+        if self.policy.wants_prompts:
+            self.policy.on_prompt(layer, np.array(picks))
+        self.use(layer, sorted({int(e) for token in picks for e in token if e >= 0}), Phase.PREFILL)
+
     def use(self, layer, experts, phase=Phase.DECODE):
         """How many of them were resident."""
         keys = [(layer, e) for e in experts]
@@ -65,7 +71,10 @@ def test_a_policy_names_a_resident_that_is_not_pinned_whenever_there_is_one(name
     """A cache would overwrite what is being computed, or wait for ever with a free choice."""
     driver = Driver(POLICIES[name](slots(n)), n)
     for layer, experts, phase in uses:
-        driver.use(layer, experts, phase)
+        if phase is Phase.PREFILL:
+            driver.read_prompt(layer, [(experts * 2)[:2], (experts[-1], -1)])
+        else:
+            driver.use(layer, experts)
         assert driver.policy.victim((0, 5), phase, lambda key: True) is None
     assert len(driver.resident) <= n
 
@@ -135,8 +144,48 @@ def test_a_prompt_leaves_what_decoding_uses(name):
         for layer in LAYERS:
             driver.use(layer, (0, 1))
     for layer in LAYERS:
-        driver.use(layer, (2, 3, 4, 5), Phase.PREFILL)
+        driver.read_prompt(layer, [(2, 3), (4, 5), (2, 4), (3, 5)])
     assert {(layer, e) for layer in LAYERS for e in (0, 1)} <= driver.resident
+
+
+@pytest.mark.parametrize("kind", FORECASTS)
+def test_decoding_finds_what_the_end_of_a_prompt_used_most(kind):
+    """After a first prompt the slots would hold all of some layers and nothing of others."""
+    rng = np.random.default_rng(0)
+    driver = Driver(kind(slots(36, experts=40)), 36)
+    late = {(layer, e) for layer in LAYERS for e in range(10, 20)}
+    for layer in LAYERS:
+        picks = np.concatenate([rng.choice(10, (300, 2)), rng.choice(np.arange(10, 20), (300, 2))])
+        picks[::3] = rng.choice(40, picks[::3].shape)
+        driver.read_prompt(layer, picks)
+    assert len(late & driver.resident) >= 0.9 * len(late)
+
+
+@pytest.mark.parametrize("kind", FORECASTS)
+def test_a_prompt_however_long_says_no_more_than_a_few_tokens(kind):
+    """The answer's own routing would count for nothing until it was as long as the prompt."""
+    driver = Driver(kind(slots(4, layers=(0,))), 4)
+    driver.read_prompt(0, [(4, 5)] * 3000)
+    for _ in range(8):
+        driver.use(0, (0, 1))
+    for _ in range(4):
+        driver.use(0, (2, 3))
+    assert driver.resident == {(0, e) for e in range(4)}
+
+
+@pytest.mark.parametrize("kind", FORECASTS)
+def test_a_prompt_of_a_token_is_a_token(kind):
+    """Two ways of counting would drift apart, and prompts fed token by token would teach something else."""
+    as_prompt, decoded = kind(slots(8)), kind(slots(8))
+    rng = np.random.default_rng(0)
+    decoded.weights = as_prompt.weights = np.full(13, 1 / 13) if kind is AlmostWinners else np.full(7, 1 / 7)
+    decoded.rate = 0  # only decoding learns which memory to believe
+    for _ in range(50):
+        layer, picks = int(rng.choice(LAYERS)), rng.choice(EXPERTS, 2, replace=False)
+        as_prompt.on_prompt(layer, picks[None])
+        as_prompt.on_prompt(layer, np.zeros((0, 2), int))
+        decoded.on_use([(layer, int(e)) for e in picks], Phase.DECODE)
+    np.testing.assert_allclose(as_prompt._chance, decoded._chance, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", FORECASTS)
@@ -227,6 +276,8 @@ def test_a_layer_with_more_experts_than_the_average_is_served():
             driver.use(3, (expert,))
             driver.policy.on_predict(3, np.zeros(12))
         assert (3, 9) in driver.resident
+        driver.read_prompt(4, [(13, -1), (13, 2)])
+        assert (4, 13) in driver.resident
 
 
 def test_almost_winners_are_kept():

@@ -175,6 +175,13 @@ class ExpertCache:
         """Whether the expert has a slot, its bytes perhaps on their way; may be out of date at once."""
         return key in self._resident
 
+    def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:
+        """For policies that want it: see `Policy.on_prompt`."""
+        shelf = self._shelves[layer]
+        if shelf.policy.wants_prompts and not shelf.roomy:
+            with self._lock:
+                shelf.policy.on_prompt(layer, picks)
+
     def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:
         """For policies that want it: see `Policy.on_router`."""
         policy = self._shelves[layer].policy

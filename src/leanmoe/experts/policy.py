@@ -43,9 +43,11 @@ class Policy(ABC):
     just now is the first to leave, and victims chosen without knowing that cost half a point of hit rate where
     6 % are resident.
 
-    Two more calls carry what only some policies use; a caller may skip those that the flags do not ask for.
+    Three more calls carry what only some policies use; a caller may skip those that the flags do not ask for.
     """
 
+    wants_prompts = False
+    """Whether `on_prompt` does anything."""
     wants_router = False
     """Whether `on_router` does anything."""
     wants_predictions = False
@@ -72,6 +74,12 @@ class Policy(ABC):
 
         None when all are pinned. For `PRELOAD`, also None when none is worth less than `incoming`; for a
         picked expert the policy must name one if any is not pinned.
+        """
+
+    def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:  # noqa: B027
+        """In a prefill, before `on_use`: the experts of each token, [tokens, top-k] in the order of the text.
+
+        -1 stands where a token picked fewer.
         """
 
     def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:  # noqa: B027
@@ -114,6 +122,8 @@ class LRU(Policy):
 
 # No chance is taken to be smaller, so that among hopeless experts the distance still decides.
 _LEAST_CHANCE = 1e-12
+# A prompt, however long, says as much about a layer as so many decoded tokens.
+_PROMPT_VISITS = 4
 
 
 class Forecast(Policy):
@@ -127,9 +137,12 @@ class Forecast(Policy):
     Other layers' newcomers do not push it below, so a small cache does not fall off the cliff where each
     layer evicts what the next token will want first.
 
-    Prefill is a scan: it teaches the policy nothing, and of what it reads only experts that decoding has
-    used more than the residents can stay.
+    Prefill is a scan, in which a layer uses most of its experts: which of them are used matters little, how often
+    does. A prompt counts as a few visits that each picked its tokens' mean, later tokens counting more (by the
+    policy's own memories), so that decoding finds those resident that the end of the prompt used most.
     """
+
+    wants_prompts = True
 
     def __init__(self, slots: SlotClass) -> None:
         super().__init__(slots)
@@ -150,6 +163,16 @@ class Forecast(Policy):
     @abstractmethod
     def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
         """Decoding picked `experts` in that layer: the new chance of each of its experts."""
+
+    @abstractmethod
+    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
+        """As `_observe`, of a prompt's tokens: [tokens, top-k]."""
+
+    def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:
+        if picks.size:
+            row = self._row[layer]
+            self._make_room(int(picks.max()))
+            self._set_chance(row, self._observe_prompt(row, picks.astype(np.intp)))
 
     def on_use(self, keys: Sequence[Key], phase: Phase) -> None:
         if not keys:
@@ -243,6 +266,12 @@ class Frequency(Forecast):
         chance[experts] += 1 - self._decay
         return chance
 
+    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
+        [shares] = _decayed_shares(picks, [self._decay], self._chance.shape[1])
+        left = self._decay ** min(len(picks), _PROMPT_VISITS)
+        chance: _Floats = self._chance[row] * left + shares * (1 - left)
+        return chance
+
 
 class Adaptive(Forecast):
     """A mixture of memories, from the last token alone to hundreds, weighted by how well each one predicts.
@@ -280,14 +309,28 @@ class Adaptive(Forecast):
         sums += picked
 
     def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
-        sums, visits, weights = self._sums[row], self._visits[row], self.weights
+        sums, visits = self._sums[row], self._visits[row]
         if visits.item(0) >= 1:
             self._learn(sums, visits, experts)
         sums *= self._decay[:, None]
         self._remember(sums, row, experts)
         visits *= self._decay
         visits += 1
-        chance: _Floats = (weights[:-1] / visits) @ sums
+        return self._mixture(row)
+
+    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
+        shares = _decayed_shares(picks, self._decay[: len(self.half_lives)].tolist(), self._sums.shape[2])
+        count = min(len(picks), _PROMPT_VISITS)
+        left = self._decay**count
+        fresh = np.array([sum(decay**i for i in range(count)) for decay in self._decay.tolist()])
+        self._sums[row] = (
+            self._sums[row] * left[:, None] + np.tile(shares, (self._copies, 1)) * fresh[:, None]
+        )
+        self._visits[row] = self._visits[row] * left + fresh
+        return self._mixture(row)
+
+    def _mixture(self, row: int) -> _Floats:
+        chance: _Floats = (self.weights[:-1] / self._visits[row]) @ self._sums[row]
         return chance
 
     def _learn(self, sums: _Floats, visits: _Floats, experts: npt.NDArray[np.intp]) -> None:
@@ -303,6 +346,21 @@ class Adaptive(Forecast):
         super()._make_room(expert)
         if (more := self._resident.shape[1] - self._sums.shape[2]) > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, 0), (0, more)))
+
+
+def _decayed_shares(picks: npt.NDArray[np.intp], decays: Sequence[float], experts: int) -> _Floats:
+    """The share of tokens that picked each expert, [decays, experts]: a token counts decay^(number of tokens after it).
+
+    `picks` [tokens, top-k] as `Policy.on_prompt` has them.
+    """
+    ages = np.arange(len(picks) - 1, -1, -1)
+    token, place = np.nonzero(picks >= 0)
+    picked = picks[token, place]
+    shares = np.empty((len(decays), experts))
+    for share, decay in zip(shares, decays, strict=True):
+        counts = decay**ages
+        share[:] = np.bincount(picked, counts[token], experts) / counts.sum()
+    return shares
 
 
 class AlmostWinners(Adaptive):

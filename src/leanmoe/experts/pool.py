@@ -85,6 +85,7 @@ class ExpertPool:
         self._cache_of = {layer: c for c in caches for group in c.plan.classes for layer in group.layers}
         self._observers = tuple(observers)
         policies = [policy for cache in caches for policy in cache.policies]
+        self._wants_prompts = any(policy.wants_prompts for policy in policies)
         self._wants_router = any(policy.wants_router for policy in policies)
         self._wants_predictions = any(policy.wants_predictions for policy in policies)
         self._prefetcher = self._make_prefetcher(prefetch, prefetch_level or DEFAULT_LEVEL)
@@ -145,10 +146,10 @@ class ExpertPool:
         """Groups of leases for the distinct `experts` of `layer`, as they become ready; see `ExpertCache`."""
         return self._cache_of[layer].acquire(layer, experts, phase)
 
-    @property
-    def observing(self) -> bool:
-        """Whether `observe` does anything."""
-        return bool(self._observers) or self._wants_router
+    def observes(self, phase: Phase) -> bool:
+        """Whether `observe` does anything in this phase."""
+        wanted = {Phase.PREFILL: self._wants_prompts, Phase.DECODE: self._wants_router}
+        return bool(self._observers) or wanted[phase]
 
     @property
     def predicting(self) -> bool:
@@ -172,6 +173,8 @@ class ExpertPool:
 
         `probabilities` [N, E] are those of every expert.
         """
+        if self._wants_prompts and phase is Phase.PREFILL:
+            self._cache_of[layer].on_prompt(layer, experts)
         if self._wants_router and phase is Phase.DECODE:
             self._cache_of[layer].on_router(layer, probabilities)
         for observer in self._observers:

@@ -58,6 +58,8 @@ class _Shelf:
         pinned = set(keys) - set(missing) if phase is Phase.DECODE else set()
         if phase is Phase.DECODE and policy.wants_router and request.probabilities is not None:
             policy.on_router(layer, request.probabilities)
+        if phase is Phase.PREFILL and policy.wants_prompts and request.picks is not None:
+            policy.on_prompt(layer, request.picks)
         policy.on_use(keys, phase)
         for key in missing:
             if phase is Phase.PREFILL and len(pinned) >= self._wave:

@@ -48,13 +48,15 @@ class LayerFacts(NamedTuple):
 class Request(NamedTuple):
     """One acquire: the distinct experts that the tokens of one step use in one layer.
 
-    `probabilities` [experts] are the router's, the largest over the tokens; None where the trace has none.
+    `probabilities` [experts] are the router's, the largest over the tokens; None where the trace has none. `picks` are
+    a prompt's, as `Policy.on_prompt` has them.
     """
 
     phase: Phase
     layer: int
     experts: tuple[int, ...]
     probabilities: npt.NDArray[np.float32] | None = None
+    picks: npt.NDArray[np.int32] | None = None
 
 
 def row_type(picks: int, probabilities: int = 0) -> np.dtype[np.void]:
@@ -136,7 +138,11 @@ class RoutingTrace:
             if self.has_probabilities:
                 given = rows["probabilities"][start:end, : self.layers[layer].experts].max(0).astype("f4")
             experts = tuple(dict.fromkeys(e for e in picked if e != NO_EXPERT))
-            yield Request(PHASES[rows["phase"][start]], layer, experts, given)
+            phase, picks = PHASES[rows["phase"][start]], None
+            if phase is Phase.PREFILL:
+                picks = rows["experts"][start:end].astype(np.int32)
+                picks[picks == NO_EXPERT] = -1
+            yield Request(phase, layer, experts, given, picks)
 
     def save(self, path: Path | str) -> None:
         """Writes the file, or leaves what was there. Raises `OSError`."""

@@ -99,7 +99,7 @@ class MoE:
         summed = phase is Phase.PREFILL
         outputs = empty((n if summed else n * k, x.shape[1]), device=x.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
-        if self.pool.observing:
+        if self.pool.observes(phase):
             aside(visit.tell)
         done = self._compute_resident(routing.ids, x, outputs)
         aside(visit.fetch, done=done)
