@@ -54,12 +54,12 @@ struct FfnCall {
     const int32_t* token = nullptr;
     const int32_t* dest = nullptr;
     int64_t pairs = 0;  // sum of counts
-    const float* x = nullptr;
+    const float* x = nullptr;          // [tokens][model], or
+    const uint8_t* rounded = nullptr;  // what `round` made of it
     int64_t tokens = 0;
     const float* weights = nullptr;  // [places], or null
     int64_t places = 0;              // that `dest` counts: of the weights, or else rows of `out`
     float* out = nullptr;            // [places], set at `dest`; with weights [tokens], added to in the order of the pairs
-    bool fresh = false;              // with weights: `out` is zeros before, whatever it holds
     Activation activation = {Activation::SILU, 0, 0};
 };
 
@@ -91,6 +91,9 @@ public:
     void linear_group(const std::vector<GroupMatrix>& group, const float* x, int64_t tokens,
                       const std::vector<float*>& out);
     void moe_ffn(const FfnPlan& plan, const FfnCall& call);
+    // Tokens x [tokens][model] as the plan's experts multiply them: `rounded_bytes` for each.
+    void round(const FfnPlan& plan, const float* x, int64_t tokens, uint8_t* rounded);
+    size_t rounded_bytes(const FfnPlan& plan) const;
     void dequantize(const uint8_t* w, const Format& format, int64_t rows, int64_t cols, float* out);
     void embed(const uint8_t* w, const Matrix& matrix, const int64_t* ids, int64_t count, float* out);
 

@@ -11,7 +11,7 @@
 namespace lean {
 namespace {
 
-constexpr int64_t HIDDEN_BYTES = 8 << 20;  // of hidden rows at once, as floats and rounded each
+constexpr int64_t HIDDEN_BYTES = 4 << 20;  // of hidden rows at once, as floats and rounded each
 constexpr int64_t PART_BYTES = 1 << 20;    // of hidden rows that share a core's second cache with what they meet
 constexpr int64_t MIN_WAVE = 256;          // pairs
 constexpr int64_t SUM_BYTES = 1 << 20;     // of some columns of all tokens' sums, which stay there too
@@ -59,20 +59,42 @@ std::vector<Part> parts_of(const FfnCall& call, int64_t limit) {
     return parts;
 }
 
+Partner partner_of(const KernelTable& table, const ExpertMatrix& m) {
+    return find_kernel(table, m.matrix.format->qtype, m.matrix.layout).partner;
+}
+
+// A token rounded for an expert's gate and, where that has another partner, again for its up.
+struct Rounding {
+    Partner gate, up;
+    int64_t width;
+    size_t up_offset;  // within the token's bytes
+    size_t bytes;      // of a token
+
+    Rounding(const KernelTable& table, const FfnPlan& plan)
+        : gate(partner_of(table, plan.gate)), up(partner_of(table, plan.up)), width(plan.gate.matrix.cols),
+          up_offset(gate == up ? 0 : act_stride(gate, width)), bytes(up_offset + act_stride(up, width)) {}
+
+    void operator()(const KernelTable& table, const float* x, uint8_t* rounded) const {
+        table.quantize[gate](x, width, rounded);
+        if (gate != up) table.quantize[up](x, width, rounded + up_offset);
+    }
+};
+
 // A call with its tokens rounded, and the steps of a part.
 struct Ffn {
     const KernelTable& table;
     const FfnPlan& plan;
     const FfnCall& call;
-    const int32_t* place = nullptr;              // of each token among the rounded ones
-    const uint8_t* acts[2] = {nullptr, nullptr};  // tokens rounded for gate and for up
-    size_t strides[2] = {0, 0};
-    Partner partner = partner_of(plan.down);
+    Rounding rounding{table, plan};
+    const uint8_t* tokens = nullptr;  // rounded
+    const int32_t* place = nullptr;   // of each token among those; null: its number
+    Partner partner = partner_of(table, plan.down);
     size_t rounded_bytes = act_stride(partner, plan.down.matrix.cols);  // of a hidden row
 
     int64_t inner() const { return plan.gate.matrix.rows; }
-    Partner partner_of(const ExpertMatrix& m) const {
-        return find_kernel(table, m.matrix.format->qtype, m.matrix.layout).partner;
+    const uint8_t* token(int64_t pair) const {
+        const int32_t i = call.token[pair];
+        return tokens + rounding.bytes * static_cast<size_t>(place == nullptr ? i : place[i]);
     }
 
     // Rows [begin, end) of gate and up, gated, into the part's rows of `hidden`.
@@ -83,8 +105,8 @@ struct Ffn {
         for (int64_t i = 0; i < part.count; i += TILE) {
             const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
             for (int t = 0; t < n; ++t) {
-                for (int p = 0; p < 2; ++p)
-                    rows[p][t] = acts[p] + strides[p] * static_cast<size_t>(place[call.token[part.first + i + t]]);
+                rows[0][t] = token(part.first + i + t);
+                rows[1][t] = rows[0][t] + rounding.up_offset;
                 gate_to[t] = hidden + (i + t) * inner();
                 up_to[t] = up_tile[t];
             }
@@ -134,7 +156,7 @@ struct Ffn {
     }
 };
 
-// Rounds each token that is used once, for gate's partner and for up's where it differs.
+// Rounds each token that is used, once.
 void round_tokens(ThreadPool& pool, Ffn& ffn, Scratch& index, Scratch& act) {
     const FfnCall& call = ffn.call;
     auto* place = reinterpret_cast<int32_t*>(index.get(static_cast<size_t>(2 * call.tokens) * sizeof(int32_t)));
@@ -148,19 +170,12 @@ void round_tokens(ThreadPool& pool, Ffn& ffn, Scratch& index, Scratch& act) {
             place[token] = count++;
         }
     }
-    const int64_t width = ffn.plan.gate.matrix.cols;
-    const Partner partners[2] = {ffn.partner_of(ffn.plan.gate), ffn.partner_of(ffn.plan.up)};
-    const int kinds = partners[0] == partners[1] ? 1 : 2;
-    for (int p = 0; p < 2; ++p) ffn.strides[p] = act_stride(partners[p], width);
-    const size_t first = ffn.strides[0] * static_cast<size_t>(count);
-    uint8_t* rounded = act.get(first + (kinds == 2 ? ffn.strides[1] * static_cast<size_t>(count) : 0));
+    const Rounding& rounding = ffn.rounding;
+    uint8_t* rounded = act.get(rounding.bytes * static_cast<size_t>(count));
     ffn.place = place;
-    ffn.acts[0] = rounded;
-    ffn.acts[1] = kinds == 2 ? rounded + first : rounded;
+    ffn.tokens = rounded;
     pool.parallel_for(count, [&](int64_t i) {
-        for (int p = 0; p < kinds; ++p)
-            ffn.table.quantize[partners[p]](call.x + used[i] * width, width,
-                                            rounded + first * static_cast<size_t>(p) + ffn.strides[p] * static_cast<size_t>(i));
+        rounding(ffn.table, call.x + used[i] * rounding.width, rounded + rounding.bytes * static_cast<size_t>(i));
     });
 }
 
@@ -235,9 +250,6 @@ void go_down(ThreadPool& pool, const Ffn& ffn, const Wave& wave) {
     chunk = std::max(chunk < ROW_CHUNK ? chunk / ROW_STEP * ROW_STEP : chunk / ROW_CHUNK * ROW_CHUNK, ROW_STEP);
     pool.parallel_for((model + chunk - 1) / chunk, [&](int64_t task) {
         const int64_t begin = task * chunk, end = std::min(begin + chunk, model);
-        if (ffn.call.fresh && wave.first() == 0)
-            for (int64_t t = 0; t < ffn.call.tokens; ++t)
-                std::fill(ffn.call.out + t * model + begin, ffn.call.out + t * model + end, 0.0f);
         for (const Part *part = wave.parts, *last = part + wave.count - 1; part <= last; ++part)
             ffn.add_down(*part, begin, end, wave.of(ffn, *part), part < last ? part[1].slot : nullptr);
     });
@@ -254,6 +266,16 @@ template <class F> void for_each_wave(const std::vector<Part>& parts, int64_t li
 
 }  // namespace
 
+size_t Engine::rounded_bytes(const FfnPlan& plan) const { return Rounding(*table_, plan).bytes; }
+
+void Engine::round(const FfnPlan& plan, const float* x, int64_t tokens, uint8_t* rounded) {
+    const KernelTable& table = *table_;
+    const Rounding rounding(table, plan);
+    for_each(tokens, [&](int64_t i) {
+        rounding(table, x + i * rounding.width, rounded + rounding.bytes * static_cast<size_t>(i));
+    });
+}
+
 void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     check_call(call);
     std::lock_guard lock(mutex_);
@@ -262,12 +284,12 @@ void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
     for (int64_t i = 0; i < call.pairs; ++i)
         if (written[call.dest[i]]++ != 0)
             throw std::invalid_argument("dest names row " + std::to_string(call.dest[i]) + " twice");
-    if (call.pairs == 0) {
-        if (call.fresh) std::fill_n(call.out, call.tokens * plan.down.matrix.rows, 0.0f);
-        return;
-    }
+    if (call.pairs == 0) return;
     Ffn ffn{*table_, plan, call};
-    round_tokens(*pool_, ffn, index_, act_);
+    if (call.rounded != nullptr)
+        ffn.tokens = call.rounded;
+    else
+        round_tokens(*pool_, ffn, index_, act_);
 
     const int64_t threads = pool_->threads();
     const int64_t row = ffn.inner() * static_cast<int64_t>(sizeof(float));

@@ -51,8 +51,8 @@ public:
     }
 
     void run(const std::vector<uintptr_t>& slots, std::vector<int64_t> counts, uintptr_t token, uintptr_t dest,
-             int64_t pairs, uintptr_t x, int64_t tokens, uintptr_t weights, int64_t places, uintptr_t out, bool fresh,
-             int kind, float limit, float alpha) const {
+             int64_t pairs, uintptr_t x, uintptr_t rounded, int64_t tokens, uintptr_t weights, int64_t places,
+             uintptr_t out, int kind, float limit, float alpha) const {
         FfnCall call;
         for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
         call.counts = std::move(counts);
@@ -60,16 +60,24 @@ public:
         call.dest = pointer<const int32_t>(dest);
         call.pairs = pairs;
         call.x = pointer<const float>(x);
+        call.rounded = pointer<const uint8_t>(rounded);
         call.tokens = tokens;
         call.weights = pointer<const float>(weights);
         call.places = places;
-        call.fresh = fresh;
         call.out = pointer<float>(out);
         call.activation = make_activation(kind, limit, alpha);
         refuse_tape("an expert's product");
         nb::gil_scoped_release released;
         Engine::get().moe_ffn(plan_, call);
     }
+
+    // Tokens as the experts multiply them: `rounded_bytes` for each.
+    void round(uintptr_t x, int64_t tokens, uintptr_t rounded) const {
+        refuse_tape("rounding a prompt");
+        nb::gil_scoped_release released;
+        Engine::get().round(plan_, pointer<const float>(x), tokens, pointer<uint8_t>(rounded));
+    }
+    size_t rounded_bytes() const { return Engine::get().rounded_bytes(plan_); }
 
     // The experts `ids` of one token, if all of them are in memory: out[j] is that of ids[j]. `addresses` [experts] says
     // where each is, 0 for nowhere: one that has come stays. Adds to `hits` and sets `done`, or else clears it.
@@ -255,7 +263,9 @@ NB_MODULE(_cpu, m) {
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
         .def("run", &Plan::run)
-        .def("run_resident", &Plan::run_resident);
+        .def("run_resident", &Plan::run_resident)
+        .def("round", &Plan::round)
+        .def("rounded_bytes", &Plan::rounded_bytes);
     nb::class_<Group>(m, "Group")
         .def(nb::init<const std::vector<std::vector<int64_t>>&>())
         .def("run", &Group::run);

@@ -65,11 +65,11 @@ void route(uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights, u
     each_row(tokens, experts * top_k, [=](int64_t token) { route_token(call, token); });
 }
 
-void weighted_sum(uintptr_t rows, uintptr_t weights, uintptr_t ids, uintptr_t out, int64_t tokens, int64_t count,
-                  int64_t width) {
+void weighted_sum(uintptr_t rows, uintptr_t weights, uintptr_t ids, uintptr_t onto, uintptr_t out, int64_t tokens,
+                  int64_t count, int64_t width) {
     require(tokens >= 0 && count > 0 && width > 0, "these are not the sizes of a weighted sum");
     const SumCall call = {pointer<const float>(rows), pointer<const float>(weights), pointer<const int64_t>(ids),
-                          pointer<float>(out), tokens, count, width};
+                          pointer<const float>(onto), pointer<float>(out), tokens, count, width};
     each_row(tokens, count * width, [=](int64_t token) { sum_token(call, Engine::get().table().add, token); });
 }
 

@@ -184,7 +184,10 @@ void sum_token(const SumCall& c, AddFn add, int64_t token) {
     const float *rows = c.rows + token * c.count * c.width, *weights = c.weights + token * c.count;
     const int64_t* ids = c.ids + token * c.count;
     float* out = c.out + token * c.width;
-    std::fill_n(out, c.width, 0.0f);  // as `moe_ffn` adds to zeros
+    if (c.onto == nullptr)
+        std::fill_n(out, c.width, 0.0f);
+    else
+        std::copy_n(c.onto + token * c.width, c.width, out);
     int64_t last = -1;  // the place that was added before
     for (int64_t n = 0; n < c.count; ++n) {
         int64_t next = -1;

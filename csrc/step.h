@@ -50,11 +50,12 @@ void route_token(const RouteCall& call, int64_t token);
 // out: returns how many numbers there were.
 int64_t largest_numbers(const float* x, int64_t n, int64_t count, float* values, int64_t* places);
 
-// out = sum of weights[j] * rows[j], in the order of ids[j]
+// out = onto + sum of weights[j] * rows[j], in the order of ids[j]
 struct SumCall {
     const float* rows;     // [tokens][count][width]
     const float* weights;  // [tokens][count]
     const int64_t* ids;    // [tokens][count]
+    const float* onto;     // [tokens][width], or null for zeros
     float* out;            // [tokens][width]
     int64_t tokens, count, width;
 };

@@ -161,10 +161,18 @@ def test_bits_do_not_depend_on_who_computes_an_expert(inner: int, largest: int, 
 
 
 def sums(
-    layout: ExpertLayout, batch: ExpertBatch, x: torch.Tensor, weights: torch.Tensor, calls: list[int]
+    layout: ExpertLayout,
+    batch: ExpertBatch,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    calls: list[int],
+    onto: torch.Tensor,
 ) -> torch.Tensor:
-    """Each token's weighted sum, in calls for so many experts each."""
-    out = torch.full_like(x, torch.nan)
+    """Each token's weighted sum, in calls for so many experts each, of tokens that are rounded a few at a time."""
+    tokens = kernels.expert_input(layout, len(x), x.device)
+    for begin in range(0, len(x), 150):
+        kernels.put_tokens(layout, x[begin : begin + 150], tokens[begin : begin + 150])
+    out = onto.clone()
     ends = [0, *itertools.accumulate(batch.counts)]
     begin = 0
     for n in calls:
@@ -175,7 +183,7 @@ def sums(
             batch.token[span],
             batch.dest[span],
         )
-        kernels.moe_ffn(layout, some, x, out, "silu", weights.view(-1), fresh=begin == 0)
+        kernels.moe_ffn(layout, some, tokens, out, "silu", weights.view(-1))
         begin += n
     return out
 
@@ -203,19 +211,32 @@ def test_sums_are_those_of_outputs_kept_apart(
     counts = ids.flatten().bincount(minlength=experts).tolist()
     slots = [random_slot(layout, rng) for _ in range(experts)]
     batch = ExpertBatch(slots, counts, (order // k).int(), order.int())
-    x, weights = inputs(tokens, 256, rng), torch.rand(tokens, k)
+    x, weights, onto = inputs(tokens, 256, rng), torch.rand(tokens, k), inputs(tokens, 256, rng)
     with using(isa, threads=2):
-        want = kernels.weighted_sum(run(layout, batch, x).view(tokens, k, 256), weights, ids)
+        want = kernels.weighted_sum(run(layout, batch, x).view(tokens, k, 256), weights, ids, onto)
     for threads, calls in ((1, [6]), (2, [6]), (3, [1, 4, 1]), (2, [2, 2, 2])):
         with using(isa, threads):
-            assert torch.equal(sums(layout, batch, x, weights, calls), want)
+            assert torch.equal(sums(layout, batch, x, weights, calls, onto), want)
 
 
-def test_a_sum_over_nothing_is_zero() -> None:
-    layout = expert_layout(("Q8_0", "Q8_0", "Q8_0"), 32, 32)
-    none, out = torch.zeros(0, dtype=torch.int32), torch.full((3, 32), torch.nan)
-    kernels.moe_ffn(layout, ExpertBatch([], [], none, none), out, out, "silu", torch.zeros(6), fresh=True)
-    assert not out.any()
+@pytest.mark.parametrize("types", [("Q4_K", "Q8_0", "Q6_K"), ("IQ2_XXS", "Q4_K", "Q4_K")], ids=str)
+def test_room_for_tokens_is_not_left(types: tuple[str, str, str]) -> None:
+    layout = expert_layout(types, 256, 256)
+    room = kernels.expert_input(layout, 3, torch.device("cpu"))
+    x, index = torch.zeros(3, 256), torch.zeros(1, dtype=torch.int32)
+    batch = ExpertBatch([random_slot(layout, np.random.default_rng(0))], [1], index, index)
+    kernels.put_tokens(layout, x, room)
+    for bad in (x[:2], torch.zeros(3, 512), x.double()):
+        with pytest.raises(ValueError, match=r"\bx\b"):
+            kernels.put_tokens(layout, bad, room)
+    for bad in (room[:2], room[:, :-4].contiguous(), room.view(torch.int16)):
+        with pytest.raises(ValueError, match="room"):
+            kernels.put_tokens(layout, x, bad)
+    for bad in (room[:, :-4].contiguous(), room.view(torch.int16)):
+        with pytest.raises(ValueError, match="x"):
+            kernels.moe_ffn(layout, batch, bad, torch.zeros(1, 256))
+    with pytest.raises(ValueError, match="outside"):
+        kernels.moe_ffn(layout, dataclasses.replace(batch, token=index + 3), room, torch.zeros(1, 256))
 
 
 def test_more_pairs_than_one_wave_of_scratch() -> None:

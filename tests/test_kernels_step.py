@@ -43,9 +43,12 @@ def test_heads_turn_as_in_torch_however_many_tokens(dim: int, half: int, normed:
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_outputs_are_added_in_the_order_of_their_numbers(tokens: int) -> None:
     rows, weights = _noise(tokens, 8, 1000), _noise(tokens, 8, seed=1)
-    ids = _noise(tokens, 128, seed=2).topk(8).indices
+    ids, onto = _noise(tokens, 128, seed=2).topk(8).indices, _noise(tokens, 1000, seed=3)
+    for start in (None, onto):
+        found = kernels.weighted_sum(rows, weights, ids, start)
+        assert torch.equal(found, torch_step.weighted_sum(rows, weights, ids, start))
     found = kernels.weighted_sum(rows, weights, ids)
-    assert torch.equal(found, torch_step.weighted_sum(rows, weights, ids))
+    assert torch.equal(found, kernels.weighted_sum(rows, weights, ids, torch.zeros(tokens, 1000)))
     order = ids.argsort(-1)
     sorted_rows, sorted_weights = rows.take_along_dim(order[..., None], 1), weights.gather(1, order)
     first_to_last = torch.arange(8).expand(tokens, 8).contiguous()
@@ -224,6 +227,8 @@ def test_what_does_not_fit_is_refused() -> None:
         kernels.weighted_sum(x, torch.zeros(2, 2), ids)
     with pytest.raises(ValueError, match="ids"):
         kernels.weighted_sum(x, torch.zeros(2, 3), ids[:, :2].contiguous())
+    with pytest.raises(ValueError, match="onto"):
+        kernels.weighted_sum(x, torch.zeros(2, 3), ids, torch.zeros(2, 7))
     with pytest.raises(ValueError, match="out"):
         kernels.add(torch.zeros(2, 3), torch.zeros(3), out=torch.zeros(2, 4))
     q, k, cache = torch.zeros(1, 4, 16), torch.zeros(1, 2, 16), torch.zeros(2, 2, 5, 16)

@@ -68,6 +68,7 @@ def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Obs
     pack = open_pack(path)
     spec = model_spec(pack.trunk)
     tokenizer = file_tokenizer(pack.trunk, spec.vocab)
+    pack = replace(pack, trunk=pack.trunk.without_vocabulary())  # which is the tokenizer's now
     config, plan = _planned(pack, spec, config)
     learner: Learner | None = None
     if pack.manifest.layers:

@@ -37,7 +37,7 @@ _BASE_VARIES = 4 << 20
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
 # HIDDEN_BYTES and MIN_WAVE of csrc/ffn.cpp.
-_HIDDEN_BYTES, _LEAST_PAIRS = 8 << 20, 256
+_HIDDEN_BYTES, _LEAST_PAIRS = 4 << 20, 256
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -344,8 +344,9 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
     # Of every token the residual stream; and of those that go together what is normed and what is added.
     streams, experts = chunk + 5 * part, 0
     if router is not None:
-        # Of every token what is normed and what the experts say, and with other norms that too.
-        streams += chunk * (2 + spec.post_norms + 4 * spec.dense_beside_experts)
+        if spec.post_norms or spec.dense_beside_experts or spec.residual_scale != 1.0:
+            # Of every token what the experts say, and what norms make of that.
+            streams += chunk * (1 + spec.post_norms + 3 * spec.dense_beside_experts)
         # The tokens rounded and routed; hidden rows of one expert; and those of all, as floats and rounded, in buffers
         # which are bounded (`csrc/ffn.cpp`).
         row = 4 * spec.expert_width

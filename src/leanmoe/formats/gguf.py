@@ -7,7 +7,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from leanmoe.formats.quant_types import QuantType
 __all__ = ["GGUFFile", "StringArray", "TensorInfo", "encode_header", "encode_u32", "read_gguf"]
 
 _SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+_VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +49,11 @@ class GGUFFile:
                 f"{self.path}: general.architecture is {value!r}; a name like 'qwen3moe' was wanted"
             )
         return value
+
+    def without_vocabulary(self) -> "GGUFFile":
+        """The same without the lists of its vocabulary and `raw_kv`, which keep the header's bytes in memory."""
+        kept = {key: value for key, value in self.metadata.items() if key not in _VOCABULARY}
+        return replace(self, metadata=kept, raw_kv={})
 
     def integer(self, key: str, default: int | None = None) -> int:
         """The integer at `key`, the largest where it is an array. Raises `FormatError` if there is none."""

@@ -54,6 +54,7 @@ __all__ = [
     "dequantize",
     "embed",
     "empty",
+    "expert_input",
     "get_num_threads",
     "glu",
     "isa",
@@ -63,6 +64,7 @@ __all__ = [
     "linear_group",
     "moe_ffn",
     "moe_token",
+    "put_tokens",
     "quantize",
     "quantized_types",
     "recording",
@@ -155,21 +157,34 @@ def moe_ffn(
     out: torch.Tensor,
     activation: str = "silu",
     weights: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> None:
     """out[dest[i]] = down(act(gate x[token[i]]) * up x[token[i]]) for each pair i of the batch.
 
     With `weights` [P] instead out[token[i]] += weights[dest[i]] * down(...), in the order of the pairs: what
     `weighted_sum` makes of the former, if an expert's pairs come before those of every later one, in this call and
-    those after it, and out is zeros at first (`fresh`: whatever it holds).
+    those after it.
 
-    `activation` is "silu", "gelu" (tanh form) or "swiglu_oai" (clamped; gpt-oss). x is [T, D], out [R, D] or [T, D];
-    biases and scales of the layout are applied to their products. On the CPU the bits of down(...) depend only on the
-    expert's bytes and on x[token[i]].
+    `activation` is "silu", "gelu" (tanh form) or "swiglu_oai" (clamped; gpt-oss). x is [T, D], or with the same bits an
+    `expert_input` of T tokens; out is [R, D] or [T, D]. Biases and scales of the layout are applied to their products.
+    On the CPU the bits of down(...) depend only on the expert's bytes and on x[token[i]].
     """
     run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
-    run(layout, batch, x, out, activation, weights, fresh=fresh)
+    run(layout, batch, x, out, activation, weights)
+
+
+def expert_input(layout: ExpertLayout, tokens: int, device: torch.device) -> torch.Tensor:
+    """Room for so many tokens as the experts of a layout multiply them, which on the CPU is rounded: [tokens, ...]."""
+    if device.type == "cpu":
+        return cpu.expert_input(layout, tokens)
+    return torch.empty((tokens, layout.sections["down"].shape[0]), device=device)
+
+
+def put_tokens(layout: ExpertLayout, x: torch.Tensor, room: torch.Tensor) -> None:
+    """Tokens x [N, D] into rows `room` [N, ...] of an `expert_input`."""
+    if x.is_cpu:
+        cpu.put_tokens(layout, x, room)
+    else:
+        room.copy_(x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -215,10 +230,13 @@ def largest(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:count], places[:count]
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """rows [N, k, D], weights [N, k] -> [N, D], added in the order of each token's ids [N, k], which differ."""
+def weighted_sum(
+    rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, onto: torch.Tensor | None = None
+) -> torch.Tensor:
+    """rows [N, k, D], weights [N, k] -> [N, D], added onto `onto` [N, D] or zeros, in the order of each token's ids
+    [N, k], which differ."""
     run = cpu_step.weighted_sum if rows.is_cpu else torch_step.weighted_sum
-    return run(rows, weights, ids)
+    return run(rows, weights, ids, onto)
 
 
 def add(

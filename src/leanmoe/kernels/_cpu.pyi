@@ -14,15 +14,17 @@ class Plan:
         dest: int,
         pairs: int,
         x: int,
+        rounded: int,
         tokens: int,
         weights: int,
         places: int,
         out: int,
-        fresh: bool,
         kind: int,
         limit: float,
         alpha: float,
     ) -> None: ...
+    def round(self, x: int, tokens: int, rounded: int) -> None: ...
+    def rounded_bytes(self) -> int: ...
     def run_resident(
         self,
         addresses: int,
@@ -133,7 +135,7 @@ def route(
     scale: float,
 ) -> None: ...
 def weighted_sum(
-    rows: int, weights: int, ids: int, out: int, tokens: int, count: int, width: int
+    rows: int, weights: int, ids: int, onto: int, out: int, tokens: int, count: int, width: int
 ) -> None: ...
 def largest(x: int, n: int, count: int, values: int, places: int) -> int: ...
 def attend(

@@ -110,14 +110,18 @@ def check_batch(
     x: torch.Tensor,
     out: torch.Tensor,
     weights: torch.Tensor | None,
+    rounded_bytes: int = 0,
 ) -> None:
-    """Everything about a batch but the values of its indices, which are checked where they are read."""
+    """Everything about a batch but the values of its indices, which are checked where they are read.
+
+    x may be tokens of `rounded_bytes` instead of floats.
+    """
     device = x.device
-    check_tensor("x", x, torch.float32, 2, device)
+    check_tensor("x", x, torch.uint8 if rounded_bytes else torch.float32, 2, device)
     check_tensor("out", out, torch.float32, 2, device)
     check_tensor("token", batch.token, torch.int32, 1, device)
     check_tensor("dest", batch.dest, torch.int32, 1, device)
-    if x.shape[1] != width or out.shape[1] != width:
+    if x.shape[1] != (rounded_bytes or width) or out.shape[1] != width:
         raise ValueError(f"x and out have {x.shape[1]} and {out.shape[1]} columns, the experts have {width}")
     if weights is not None:
         check_tensor("weights", weights, torch.float32, 1, device)
@@ -227,9 +231,15 @@ def check_route(logits: torch.Tensor, bias: torch.Tensor | None) -> None:
             raise ValueError(f"a bias of {bias.numel()} does not fit {logits.shape[1]} experts")
 
 
-def check_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-    """rows [N, k, D], weights [N, k] and ids [N, k] must fit each other."""
+def check_sum(
+    rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, onto: torch.Tensor | None
+) -> None:
+    """rows [N, k, D], weights [N, k], ids [N, k] and onto [N, D] must fit each other."""
     check_tensor("rows", rows, torch.float32, 3, rows.device)
+    if onto is not None:
+        check_tensor("onto", onto, torch.float32, 2, rows.device)
+        if onto.shape != (rows.shape[0], rows.shape[2]):
+            raise ValueError(f"rows {tuple(rows.shape)} cannot be added onto {tuple(onto.shape)}")
     for name, tensor, dtype in (("weights", weights, torch.float32), ("ids", ids, torch.int64)):
         check_tensor(name, tensor, dtype, 2, rows.device)
         if tensor.shape != rows.shape[:2]:

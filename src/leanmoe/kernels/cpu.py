@@ -236,20 +236,18 @@ def moe_ffn(
     out: torch.Tensor,
     name: str = "silu",
     weights: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> None:
     """As `kernels.moe_ffn`, all experts in one call.
 
     Raises `ValueError` for a batch that does not fit, `UnsupportedError` for an unknown section layout.
     """
     act = activation(name)
-    known = _plans.get(id(layout)) or _make_plan(layout)
-    _, plan, inner, width = known
-    check_batch(layout, width, batch, x, out, weights)
+    _, plan, inner, width = _plans.get(id(layout)) or _make_plan(layout)
+    rounded = plan is not None and x.dtype == torch.uint8
+    check_batch(
+        layout, width, batch, x, out, weights, plan.rounded_bytes() if plan is not None and rounded else 0
+    )
     if plan is None:
-        if fresh:
-            out.zero_()
         _ffn_dequantized(layout, inner, batch, x, out, act, weights)
         return
     plan.run(
@@ -258,14 +256,38 @@ def moe_ffn(
         batch.token.data_ptr(),
         batch.dest.data_ptr(),
         batch.token.shape[0],
-        x.data_ptr(),
+        0 if rounded else x.data_ptr(),
+        x.data_ptr() if rounded else 0,
         x.shape[0],
         0 if weights is None else weights.data_ptr(),
         len(out if weights is None else weights),
         out.data_ptr(),
-        fresh,
         *act.numbers,
     )
+
+
+def expert_input(layout: ExpertLayout, tokens: int) -> torch.Tensor:
+    """As `kernels.expert_input`: uint8, or float32 for types without a product of their own."""
+    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
+    if plan is None:
+        return empty((tokens, width))
+    return empty((tokens, plan.rounded_bytes()), torch.uint8)
+
+
+def put_tokens(layout: ExpertLayout, x: torch.Tensor, room: torch.Tensor) -> None:
+    """As `kernels.put_tokens`. Raises `ValueError` for tensors that do not fit."""
+    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
+    check_tensor("x", x, torch.float32, 2, _CPU)
+    check_tensor("room", room, torch.float32 if plan is None else torch.uint8, 2, _CPU)
+    wanted = (len(x), width if plan is None else plan.rounded_bytes())
+    if x.shape[1] != width or room.shape != wanted:
+        raise ValueError(
+            f"x {tuple(x.shape)} and room {tuple(room.shape)} are not of tokens for experts of width {width}"
+        )
+    if plan is None:
+        room.copy_(x)
+    else:
+        plan.round(x.data_ptr(), len(x), room.data_ptr())
 
 
 def moe_token(

@@ -90,13 +90,22 @@ def route(
     return ids, weights, chances
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def weighted_sum(
+    rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, onto: torch.Tensor | None
+) -> torch.Tensor:
     """As `kernels.weighted_sum`. Raises `ValueError` for tensors that do not fit."""
-    check_sum(rows, weights, ids)
+    check_sum(rows, weights, ids, onto)
     tokens, count, width = rows.shape
     out = empty((tokens, width))
     _cpu.weighted_sum(
-        rows.data_ptr(), weights.data_ptr(), ids.data_ptr(), out.data_ptr(), tokens, count, width
+        rows.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        0 if onto is None else onto.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        count,
+        width,
     )
     return out
 

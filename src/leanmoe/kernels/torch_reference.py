@@ -72,8 +72,6 @@ def moe_ffn(
     out: Tensor,
     name: str = "silu",
     weights: Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> None:
     """As `kernels.moe_ffn`, expert by expert.
 
@@ -83,8 +81,6 @@ def moe_ffn(
     _, width = check_layout(layout)
     check_batch(layout, width, batch, x, out, weights)
     check_indices(batch, x.shape[0], len(out if weights is None else weights))
-    if fresh:
-        out.zero_()
     begin = 0
     for slot, count in zip(batch.slots, batch.counts, strict=True):
         if count:

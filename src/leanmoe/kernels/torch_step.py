@@ -86,9 +86,9 @@ def angles(frequencies: Tensor, positions: Tensor, magnitude: float) -> tuple[Te
     return (angle.cos() * magnitude).float(), (angle.sin() * magnitude).float()
 
 
-def weighted_sum(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor, ids: Tensor, onto: Tensor | None) -> Tensor:
     """As `kernels.weighted_sum`."""
-    y = torch.zeros_like(rows[:, 0])
+    y = torch.zeros_like(rows[:, 0]) if onto is None else onto.clone()
     tokens = torch.arange(len(rows), device=rows.device)
     for place in ids.argsort(dim=-1, stable=True).unbind(-1):
         y += rows[tokens, place] * weights[tokens, place, None]

@@ -20,7 +20,7 @@ _PAGE = 4096
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has it from 3.12 on
 # Addresses, not memory: only what was used counts, and first fit keeps that together at the front.
 _REGION_BYTES = 1 << 32
-LARGE = 1 << 20
+LARGE = 1 << 18
 """Bytes from which a result is worth it; the C library gives smaller blocks out again by itself."""
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from leanmoe.kernels import add, contiguous, empty, linear, linear_group, sigmoid_gate
+from leanmoe.kernels import add, contiguous, linear, linear_group, sigmoid_gate
 from leanmoe.kernels.attention import attend_chunk, attend_next, attention, can_attend, joined
 from leanmoe.models.batch import Batch, Segment
 from leanmoe.models.norm import RMSNorm
@@ -15,9 +15,11 @@ from leanmoe.models.trunk import Trunk
 class Attention:
     """`out = W_o softmax(scale q k^T + causal mask) v` for one layer, over all of the past or a window of it."""
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int) -> None:
+    def __init__(
+        self, trunk: Trunk, spec: ModelSpec, mixer: AttentionSpec, layer: int, norm: RMSNorm
+    ) -> None:
         a, prefix = mixer, f"blk.{layer}."
-        self.spec, self.layer = a, layer
+        self.spec, self.layer, self.norm = a, layer, norm
         divisors = ("rope_freqs.weight", a.rope.rotary_dim // 2)
         self.rope = Rope(a.rope, trunk.vector_if_present(*divisors) if a.rope.divided else None)
         q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -47,25 +49,25 @@ class Attention:
         """Room for the keys and values of `capacity` tokens of one sequence."""
         return KVState(self.spec.kv_heads, self.spec.head_dim, capacity, dtype, self.out.data.device)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
+    def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """h [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
-        made = self.project(x)
+        made = self.project(self.norm(h))
         q, k = _biased(made[0], self.q_bias), _biased(made[1], self.k_bias)
         v = k if self.v is None else _biased(made[2], self.v_bias)
         if a.gated:
             q, gate = (contiguous(t) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
-            q, gate = q.view(len(x), -1), gate.view(len(x), -1)
+            q, gate = q.view(len(h), -1), gate.view(len(h), -1)
         if a.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
         if a.v_norm:
             v = self.v_norm(v)
-        turn = tables.of(self.rope, x.device)
+        turn = tables.of(self.rope, h.device)
         by_head = a.qk_norm == "head"
+        mixed = q  # whose memory nobody needs once it is turned
         q = self.rope.apply(q, turn, self.q_norm if by_head else None)
         k = self.rope.apply(k, turn, self.k_norm if by_head else None)
-        mixed = empty(q.shape, device=q.device)
         if len(batch.segments) == 1:
             self._mix(batch.segments[0], q, k, v, mixed)
         else:

@@ -15,7 +15,7 @@ from leanmoe.models.batch import Batch, parts
 from leanmoe.models.delta_net import DeltaNet
 from leanmoe.models.latent_attention import LatentAttention
 from leanmoe.models.lookahead import Foresight, Gate, GateRecall, attach
-from leanmoe.models.moe import DenseBesideMoE, DenseFFN, FeedForward, MoE
+from leanmoe.models.moe import Dense, DenseBesideMoE, DenseFFN, FeedForward, MoE
 from leanmoe.models.norm import RMSNorm
 from leanmoe.models.one_thread import one_torch_thread
 from leanmoe.models.rope import RopeTables
@@ -30,7 +30,7 @@ class Cancelled(Exception):
 
 
 class Mixer(Protocol):
-    """The half of a layer in which tokens see those before them.
+    """The half of a layer in which tokens see those before them. It is made with the norm that the state comes under.
 
     With `recordable` a token passes through kernels alone, so that it may be recorded.
     """
@@ -41,11 +41,11 @@ class Mixer(Protocol):
     def new_state(self, capacity: int, dtype: torch.dtype) -> LayerState:
         """What the layer keeps of a new sequence with room for `capacity` tokens; `dtype` is that of KV caches."""
 
-    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]; takes the N tokens into the states of their sequences."""
+    def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """States h [N, hidden] -> what is to be added to them; takes the N tokens into their sequences' memories."""
 
 
-# Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer).
+# Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, norm).
 _MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
     DeltaNetSpec: DeltaNet,
@@ -69,16 +69,16 @@ class Layer:
 
     def __init__(self, trunk: Trunk, spec: ModelSpec, index: int, pool: ExpertPool | None) -> None:
         prefix, self.scale = f"blk.{index}.", spec.residual_scale
-        self.norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
+        norm1 = RMSNorm(trunk.vector(prefix + "attn_norm.weight", spec.hidden), spec.eps)
         mixer = spec.mixers[index]
-        self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index)
-        self.norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
+        self.mixer: Mixer = _MIXERS[type(mixer)](trunk, spec, mixer, index, norm1)
+        norm2 = RMSNorm(trunk.vector(f"{prefix}{spec.norm2}.weight", spec.hidden), spec.eps)
         self.ffn: FeedForward
         if index in spec.moe_layers:
             assert pool is not None
-            self.ffn = (DenseBesideMoE if spec.dense_beside_experts else MoE)(trunk, spec, index, pool)
+            self.ffn = (DenseBesideMoE if spec.dense_beside_experts else MoE)(trunk, spec, index, pool, norm2)
         else:
-            self.ffn = DenseFFN(trunk, spec, spec.dense_width, index)
+            self.ffn = Dense(DenseFFN(trunk, spec, spec.dense_width, index), norm2)
         self.post1: RMSNorm | None = None
         self.post2: RMSNorm | None = None
         if spec.post_norms:
@@ -92,19 +92,23 @@ class Layer:
     def __call__(self, x: torch.Tensor, phase: Phase, through: Sequence[Part]) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]. Of several parts, the memory of x takes what is made of it."""
         if len(through) == 1:
-            h = self._plus(x, self._mixed(self.norm1(x), through[0]), self.post1)
-            y = self._plus(h, self.ffn(self.norm2(h), phase, h), self.post2)
-            return scaled(y, self.output_scale)
+            h = self._plus(x, self._mixed(x, through[0]), self.post1)
+            return scaled(self._fed(h, phase), self.output_scale)
         for part in through:
             h = x[part.rows]
-            self._plus(h, self._mixed(self.norm1(h), part), self.post1, h)
+            self._plus(h, self._mixed(h, part), self.post1, h)
         if self.moe is None:
             for part in through:
                 h = x[part.rows]
-                self._plus(h, self.ffn(self.norm2(h), phase, h), self.post2, h)
+                self._fed(h, phase, h)
         else:
-            self._plus(x, self.ffn(self.norm2(x), phase, x), self.post2, x)
+            self._fed(x, phase, x)
         return scaled(x, self.output_scale)
+
+    def _fed(self, h: torch.Tensor, phase: Phase, out: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(self.ffn, MoE) and self.post2 is None and self.scale == 1.0:
+            return self.ffn(h, phase, h)
+        return self._plus(h, self.ffn(h, phase), self.post2, out)
 
     def _mixed(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         if self.mixer.recordable or recording() is None:
@@ -181,10 +185,9 @@ class Decoder:
 
     def _gates(self, device: torch.device) -> tuple[list[MoE], list[Gate]]:
         """The layers with experts on `device`, in order, and what their routers see and are."""
-        routed = ((layer, layer.moe) for layer in self.layers if layer.moe is not None)
-        here = [(layer, moe) for layer, moe in routed if self.devices[moe.layer] == device]
-        gates = [Gate(moe.layer, moe.router_norm or layer.norm2, moe.router) for layer, moe in here]
-        return [moe for _, moe in here], gates
+        routed = (layer.moe for layer in self.layers if layer.moe is not None)
+        here = [moe for moe in routed if self.devices[moe.layer] == device]
+        return here, [Gate(moe.layer, moe.router_norm, moe.router) for moe in here]
 
     @torch.inference_mode()
     @one_torch_thread()

@@ -29,9 +29,9 @@ class DeltaNet:
 
     recordable = True
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: DeltaNetSpec, layer: int, norm: RMSNorm) -> None:
         m, prefix = mixer, f"blk.{layer}."
-        self.spec, self.layer, self.eps = m, layer, spec.eps
+        self.spec, self.layer, self.norm, self.eps = m, layer, norm, spec.eps
         values = m.value_heads * m.value_dim
         self.fused = trunk.has(prefix + "ssm_in.weight")
         if self.fused:
@@ -48,7 +48,7 @@ class DeltaNet:
         self.step = trunk.vector(prefix + "ssm_dt.bias", m.value_heads)
         taps = trunk.matrix(prefix + "ssm_conv1d.weight", m.channels, m.kernel)
         self.taps = taps.t().contiguous()  # [kernel, channels]; the last meets the token itself
-        self.norm = RMSNorm(trunk.vector(prefix + "ssm_norm.weight", m.value_dim), spec.eps)
+        self.out_norm = RMSNorm(trunk.vector(prefix + "ssm_norm.weight", m.value_dim), spec.eps)
         self.out = trunk.weight(prefix + "ssm_out.weight", spec.hidden, values)
 
     def new_state(self, capacity: int, dtype: torch.dtype) -> RecurrentState:
@@ -59,9 +59,9 @@ class DeltaNet:
             torch.zeros(m.value_heads, m.key_dim, m.value_dim, device=device),
         )
 
-    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]; takes the N tokens into the memories of their sequences."""
-        m = self.spec
+    def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """h [N, hidden] -> [N, hidden]; takes the N tokens into the memories of their sequences."""
+        m, x = self.spec, self.norm(h)
         qkv, z = self._qkv_and_gate(x)
         beta, decay = decays(*self._beta_and_alpha(x), self.step, self.rate)
         mixed = empty((len(x), m.value_heads, m.value_dim), device=x.device)
@@ -71,7 +71,7 @@ class DeltaNet:
                 self._advance(qkv[rows], beta[rows], decay[rows], state, mixed[rows])
                 if saved:
                     state.save()
-        y = glu(z, self.norm(mixed).view(len(x), -1), "silu")
+        y = glu(z, self.out_norm(mixed).view(len(x), -1), "silu")
         return linear(self.out, y)
 
     def _qkv_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

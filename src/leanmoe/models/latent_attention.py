@@ -22,9 +22,11 @@ class LatentAttention:
 
     recordable = False
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int) -> None:
+    def __init__(
+        self, trunk: Trunk, spec: ModelSpec, mixer: LatentAttentionSpec, layer: int, norm: RMSNorm
+    ) -> None:
         a, prefix = mixer, f"blk.{layer}.attn_"
-        self.spec, self.layer = a, layer
+        self.spec, self.layer, self.norm = a, layer, norm
         self.rope = Rope(a.rope)
         query = a.heads * (a.plain_dim + a.rope.rotary_dim)
         if a.query_latent:
@@ -34,7 +36,7 @@ class LatentAttention:
         else:
             self.q = trunk.weight(prefix + "q.weight", query, spec.hidden)
         self.down = trunk.weight(prefix + "kv_a_mqa.weight", a.entry, spec.hidden)
-        self.norm = RMSNorm(trunk.vector(prefix + "kv_a_norm.weight", a.latent), spec.eps)
+        self.latent_norm = RMSNorm(trunk.vector(prefix + "kv_a_norm.weight", a.latent), spec.eps)
         self.to_latent = trunk.stacked(prefix + "k_b.weight", a.heads, a.latent, a.plain_dim)
         self.from_latent = trunk.stacked(prefix + "v_b.weight", a.heads, a.value_dim, a.latent)
         self.out = trunk.weight(prefix + "output.weight", spec.hidden, a.heads * a.value_dim)
@@ -44,12 +46,12 @@ class LatentAttention:
         """Room for the latents and rotated keys of `capacity` tokens of one sequence."""
         return LatentState(self.spec.entry, capacity, dtype, self.out.data.device)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]; stores an entry for each of the N tokens in its sequence."""
-        a, turn = self.spec, tables.of(self.rope, x.device)
+    def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
+        """h [N, hidden] -> [N, hidden]; stores an entry for each of the N tokens in its sequence."""
+        a, x, turn = self.spec, self.norm(h), tables.of(self.rope, h.device)
         entries = linear(self.down, x)
         keys = self.rope.apply(entries[:, None, a.latent :], turn)[:, 0]
-        entries = torch.cat((self.norm(entries[:, : a.latent]), keys), dim=-1)
+        entries = torch.cat((self.latent_norm(entries[:, : a.latent]), keys), dim=-1)
         queries = self._queries(x, turn)
         mixed = torch.empty_like(queries)
         for s in batch.segments:

@@ -23,6 +23,7 @@ from leanmoe.models.routing import Router
 MOST_TOKENS = 4
 LONG_PROMPT = 256
 """Tokens from which on a prompt says what the next layer will be asked for, and of how many it does."""
+_TOGETHER = 64  # of them, whose copies take memory at once
 _GOLDEN = (5**0.5 - 1) / 2
 _MEMORY = 64  # choices that a rate is the mean over
 _MARGINS = (0.1, 0.3, 0.8)
@@ -57,11 +58,16 @@ class Foresight:
         gate = self._gate
         if len(h) < LONG_PROMPT or not self._pool.lacks(gate.layer):
             return
-        some = h
+        some = torch.arange(len(h))
         if len(h) >= 2 * LONG_PROMPT:
-            some = h[(torch.arange(LONG_PROMPT) * _GOLDEN % 1 * len(h)).long().to(h.device)]
-        picks = gate.router.ranking(gate.norm(some)).topk(gate.router.spec.top_k, dim=-1).indices
-        groups.follow(gate.layer, np.unique(picks.cpu().numpy()).tolist())
+            some = (torch.arange(LONG_PROMPT) * _GOLDEN % 1 * len(h)).long()
+        some, picks = some.to(h.device), []
+        for begin in range(0, len(some), _TOGETHER):
+            ranks = gate.router.ranking(gate.norm(h[some[begin : begin + _TOGETHER]]))
+            picks.append(ranks.topk(gate.router.spec.top_k, dim=-1).indices)
+        groups.follow(
+            gate.layer, np.flatnonzero(np.bincount(torch.cat(picks).cpu().numpy().ravel())).tolist()
+        )
 
 
 class LookAhead:

@@ -15,11 +15,13 @@ from leanmoe.kernels import (
     add,
     aside,
     empty,
+    expert_input,
     glu,
     linear,
     linear_group,
     moe_ffn,
     moe_token,
+    put_tokens,
     sigmoid_gate,
     weighted_sum,
 )
@@ -35,8 +37,8 @@ _FEW_PLACES = 64  # up to which plain lists are faster
 
 
 class FeedForward(Protocol):
-    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden] is the normed h [N, hidden], the hidden state after attention -> [N, hidden]."""
+    def __call__(self, h: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """h [N, hidden], the state after attention -> what is to be added to it, [N, hidden]."""
 
 
 class DenseFFN:
@@ -50,10 +52,21 @@ class DenseFFN:
         self.gate_and_up = linear_group([self.gate, self.up])
         self.down = trunk.weight(f"{prefix}down{suffix}.weight", hidden, width)
 
-    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden]."""
         gate, up = self.gate_and_up(x)
         return linear(self.down, glu(gate, up, self.activation))
+
+
+class Dense:
+    """A layer's dense FFN, with the norm before it."""
+
+    def __init__(self, ffn: DenseFFN, norm: RMSNorm) -> None:
+        self.ffn, self.norm = ffn, norm
+
+    def __call__(self, h: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """As `FeedForward`."""
+        return self.ffn(self.norm(h))
 
 
 class SharedExpert:
@@ -64,22 +77,23 @@ class SharedExpert:
         name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
         self.gate = trunk.weight(name, 1, spec.hidden) if trunk.has(name) else None
 
-    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
-        y = self.ffn(x, phase, h)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden]."""
+        y = self.ffn(x)
         return y if self.gate is None else sigmoid_gate(y, linear(self.gate, x))
 
 
 class MoE:
-    """`y = sum over the top-k of w_j * expert_j(x)`, plus the shared expert.
+    """`y = sum over the top-k of w_j * expert_j(x)`, plus the shared expert, where x is the state h under a norm.
 
-    A token's experts are added in the order of their numbers, so that the bits of y depend neither on what was resident
-    nor on the tokens beside it. In a prompt they arrive in that order and are added as they come; what a decode step's
-    experts say, which arrive in any order, is kept apart until all have spoken.
+    The shared expert comes first, then a token's experts in the order of their numbers, so that the bits of the sum
+    depend neither on what was resident nor on the tokens beside it. In a prompt they arrive in that order and are added
+    as they come; what a decode step's experts say, which arrive in any order, is kept apart until all have spoken.
     """
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool, norm: RMSNorm) -> None:
         assert spec.router is not None
-        self.layer, self.pool, self.activation = layer, pool, spec.activation
+        self.layer, self.pool, self.norm, self.activation = layer, pool, norm, spec.activation
         self.router = Router(trunk, spec.router, spec.hidden, layer)
         self.layout = pool.layout(layer)
         has_shared = trunk.has(f"blk.{layer}.ffn_up_shexp.weight")
@@ -87,32 +101,56 @@ class MoE:
         self.look_ahead: Watcher | None = None
         self.foresight: Foresight | None = None
         # Where the file scales what the router sees, that is h under a norm of its own.
-        self.router_norm: RMSNorm | None = None
+        self.router_norm = norm
         if trunk.has(scale := f"blk.{layer}.ffn_gate_inp.scale"):
             weight = trunk.vector(scale, spec.hidden) * spec.hidden**-0.5
             self.router_norm = RMSNorm(weight, spec.eps)
 
-    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]. Raises `ExpertReadError` if an expert cannot be read."""
-        routing = self.router(x if self.router_norm is None else self.router_norm(h))
+    def __call__(self, h: torch.Tensor, phase: Phase, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """h [N, hidden] -> onto + y, or y alone, [N, hidden]. Raises `ExpertReadError` if an expert cannot be read.
+
+        In a prefill the memory of `onto`, which may be that of h, takes the sum.
+        """
+        if phase is Phase.PREFILL:
+            return self._prefill(h, onto)
+        x = self.norm(h)
+        routing = self._route(h, x)
         n, k = routing.ids.shape
-        summed = phase is Phase.PREFILL
-        outputs = empty((n if summed else n * k, x.shape[1]), device=x.device)
+        outputs = empty((n * k, h.shape[1]), device=h.device)
         visit = _Visit(self, phase, x, h, routing, outputs)
         if self.pool.observes(phase):
             aside(visit.tell)
         done = self._compute_resident(routing.ids, x, outputs)
         aside(visit.fetch, done=done)
-        # Reads are on their way from here on: the shared expert is computed meanwhile. Not that of a long prompt, whose
-        # outputs would be kept as long, and which waits for no reads.
-        long = len(parts(n)) > 1
-        shared = None if self.shared is None or long else self.shared(x, phase, h)
+        if self.shared is not None:  # reads are on their way meanwhile
+            shared = self.shared(x)
+            onto = shared if onto is None else add(onto, shared)
         aside(visit.compute, done=done)
-        routed = outputs if summed else weighted_sum(outputs.view(n, k, -1), routing.weights, routing.ids)
-        if self.shared is not None and long:
-            for rows in parts(n):
-                add(routed[rows], self.shared(x[rows], phase, h[rows]), out=routed[rows])
-        return routed if shared is None else add(routed, shared)
+        return weighted_sum(outputs.view(n, k, -1), routing.weights, routing.ids, onto)
+
+    def _prefill(self, h: torch.Tensor, onto: torch.Tensor | None) -> torch.Tensor:
+        """Of many tokens, what is normed is made for some at a time: once to be rounded, once for the shared expert."""
+        tokens = expert_input(self.layout, len(h), h.device)
+        routing = Routing.joined([self._taken(h[rows], tokens[rows]) for rows in parts(len(h))])
+        out = empty(h.shape, device=h.device).zero_() if onto is None else onto
+        visit = _Visit(self, Phase.PREFILL, tokens, h, routing, out)
+        if self.pool.observes(Phase.PREFILL):
+            visit.tell(None)
+        visit.fetch(None)
+        if self.shared is not None:
+            for rows in parts(len(h)):
+                add(out[rows], self.shared(self.norm(h[rows])), out=out[rows])
+        visit.compute(None)
+        return out
+
+    def _taken(self, h: torch.Tensor, tokens: torch.Tensor) -> Routing:
+        """States h [N, hidden] of a prompt, put into rows `tokens` of the experts' input."""
+        x = self.norm(h)
+        put_tokens(self.layout, x, tokens)
+        return self._route(h, x)
+
+    def _route(self, h: torch.Tensor, x: torch.Tensor) -> Routing:
+        return self.router(x if self.router_norm is self.norm else self.router_norm(h))
 
     def _compute_resident(
         self, ids: torch.Tensor, x: torch.Tensor, outputs: torch.Tensor
@@ -128,10 +166,10 @@ class MoE:
 
 
 class _Visit:
-    """What tokens x [N, hidden] want of a layer's experts: fetched, then computed into `outputs`.
+    """What tokens x [N, hidden] of states h want of a layer's experts: fetched, then computed into `outputs`.
 
-    Those are each expert's [N * k, hidden], or in a prefill the tokens' sums [N, hidden]. On a tape it comes back, with
-    other numbers in the same tensors.
+    Those are each expert's [N * k, hidden]. In a prefill x is an `expert_input`, and the sums are added to `outputs`
+    [N, hidden]. On a tape it comes back, with other numbers in the same tensors.
     """
 
     def __init__(
@@ -170,7 +208,6 @@ class _Visit:
         groups, self._groups = self._groups, None
         assert groups is not None
         weights = self._routing.weights.view(-1) if self._phase is Phase.PREFILL else None
-        fresh = weights is not None
         with groups:
             for leases in groups:
                 mine = [self._rows[lease.expert] for lease in leases]
@@ -178,27 +215,26 @@ class _Visit:
                 batch = ExpertBatch(
                     [lease.data for lease in leases], [len(r) for r in mine], index[0], index[1]
                 )
-                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation, weights, fresh=fresh)
-                fresh = False
+                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation, weights)
 
 
 class DenseBesideMoE:
-    """`norm1(dense(x)) + norm2(moe(norm(h)))`: the dense FFN and the experts see h under different norms."""
+    """`norm1(dense(x)) + norm2(moe(h))`: the dense FFN and the experts see the state h under different norms."""
 
-    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool) -> None:
-        self.dense = DenseFFN(trunk, spec, spec.dense_width, layer)
-        self.moe = MoE(trunk, spec, layer, pool)
-        self.dense_norm, self.moe_norm, self.before_moe = (
+    def __init__(self, trunk: Trunk, spec: ModelSpec, layer: int, pool: ExpertPool, norm: RMSNorm) -> None:
+        self.dense = Dense(DenseFFN(trunk, spec, spec.dense_width, layer), norm)
+        self.dense_norm, self.moe_norm, before_moe = (
             RMSNorm(trunk.vector(f"blk.{layer}.{name}.weight", spec.hidden), spec.eps)
             for name in ("post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2")
         )
+        self.moe = MoE(trunk, spec, layer, pool, before_moe)
 
-    def __call__(self, x: torch.Tensor, phase: Phase, h: torch.Tensor) -> torch.Tensor:
-        """x [N, hidden] is h as the dense FFN sees it -> [N, hidden]."""
-        routed = self.moe_norm(self.moe(self.before_moe(h), phase, h))
-        out = empty(x.shape, device=x.device)
-        for rows in parts(len(x)):
-            add(self.dense_norm(self.dense(x[rows], phase, h[rows])), routed[rows], out=out[rows])
+    def __call__(self, h: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """As `FeedForward`."""
+        routed = self.moe_norm(self.moe(h, phase))
+        out = empty(h.shape, device=h.device)
+        for rows in parts(len(h)):
+            add(self.dense_norm(self.dense(h[rows], phase)), routed[rows], out=out[rows])
         return out
 
 

@@ -4,6 +4,7 @@ Sources: Shazeer et al. 2017 (softmax top-k), Wang et al. 2024 (a bias that take
 DeepSeek-AI 2024 (group-limited choice).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ class Routing(NamedTuple):
     ids: torch.Tensor
     weights: torch.Tensor
     chances: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Routing]") -> "Routing":
+        """That of all the parts' tokens."""
+        return parts[0] if len(parts) == 1 else cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class Router:

@@ -16,7 +16,7 @@ QUERY_BLOCK = 256
 MASKED_KEYS = 1024
 _SCORED_KEYS = 1024
 # Tokens of a long prompt that go together through what needs much memory for each of them.
-PART = 512
+PART = 192
 # Tokens that a GPU takes at once of the delta rule (`kernels.torch_delta`).
 _DELTA_BLOCK = 64
 
