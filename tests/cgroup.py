@@ -12,9 +12,16 @@ from leanmoe.errors import UnsupportedError
 @contextmanager
 def memory_limit(nbytes: int) -> Iterator[cgroup.Group]:
     """A group limited to `nbytes` of memory, without swap."""
+    with limits(nbytes) as group:
+        yield group
+
+
+@contextmanager
+def limits(memory: int | None, disk: cgroup.DiskLimit | None = None) -> Iterator[cgroup.Group]:
+    """As the bench's own."""
     with ExitStack() as stack:
         try:
-            group = stack.enter_context(cgroup.memory_limit(nbytes))
+            group = stack.enter_context(cgroup.limits(memory, disk))
         except UnsupportedError as reason:
             pytest.skip(str(reason))
         yield group

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cgroup import memory_limit
+from cgroup import limits, memory_limit
 from leanmoe.bench import compare, disk, own
-from leanmoe.bench.cgroup import Finished, Group, nearest_with_memory
+from leanmoe.bench.cgroup import DiskLimit, Finished, Group, nearest_with
 from leanmoe.bench.compare import prompt_text
 from leanmoe.bench.figures import draw_all
 from leanmoe.bench.machine import describe
@@ -234,9 +234,9 @@ def test_llama_bench_is_read_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_command_that_takes_too_long_is_interrupted_and_its_memory_known() -> None:
-    done = Group(None, 0).run(["sleep", "600"], seconds=0)
+    done = Group(()).run(["sleep", "600"], seconds=0)
     assert (done.returncode, done.in_time) == (-signal.SIGINT, False)
-    block = Group(None, 0).run([sys.executable, "-c", "b = b'x' * (200 << 20); print('made')"])
+    block = Group(()).run([sys.executable, "-c", "b = b'x' * (200 << 20); print('made')"])
     assert block.stdout == "made\n"
     assert block.in_time
     assert block.peak > 200 << 20
@@ -251,17 +251,41 @@ def test_a_killed_command_is_known_from_its_group() -> None:
         assert group.killed() > 0
 
 
+@pytest.mark.cgroup
+def test_a_disk_is_limited_by_the_kernel(tmp_path: Path) -> None:
+    """What a comparison says of a slow disk would be of a fast one."""
+    try:
+        limit = DiskLimit.of(tmp_path, 50 << 20)
+    except UnsupportedError as reason:
+        pytest.skip(str(reason))
+    with limits(256 << 20, limit) as group:
+        held = [path / name for path in group.paths for name in ("io.max", "blkio.throttle.read_bps_device")]
+        said = "".join(file.read_text() for file in held if file.exists())
+        assert said.startswith(limit.device)
+        assert str(50 << 20) in said
+        inside = group.run(["cat", "/proc/self/cgroup"]).stdout
+        assert inside.count(group.paths[0].name) == len(group.paths)
+    assert not any(path.exists() for path in group.paths)
+
+
+def test_a_disk_that_is_none_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no disk"):
+        DiskLimit.of(Path("/proc"), 1)
+
+
 def test_version_2_groups_are_made_where_memory_may_be_limited(tmp_path: Path) -> None:
     """A shell's own group cannot hold limited ones; the nearest above it that may does."""
     own = tmp_path / "user" / "session"
     own.mkdir(parents=True)
     for folder, enabled in ((tmp_path, "cpu memory"), (own.parent, "cpu memory pids"), (own, "cpu")):
         (folder / "cgroup.subtree_control").write_text(enabled + "\n")
-    assert nearest_with_memory(tmp_path, "user/session") == own.parent
+    assert nearest_with(tmp_path, "user/session", ["memory"]) == own.parent
+    with pytest.raises(UnsupportedError, match="limit memory and io"):
+        nearest_with(tmp_path, "user/session", ["memory", "io"])
     for folder in (tmp_path, own.parent):
         (folder / "cgroup.subtree_control").write_text("cpu\n")
     with pytest.raises(UnsupportedError, match="Delegate=yes"):
-        nearest_with_memory(tmp_path, "user/session")
+        nearest_with(tmp_path, "user/session", ["memory"])
 
 
 def test_the_prompt_has_as_many_tokens_as_were_asked_for(demo_pack: Path) -> None:

@@ -1,4 +1,7 @@
-"""Running a command under a kernel-enforced memory limit, version 1 or 2 of control groups, without swap."""
+"""Running a command under limits of memory, without swap, and of its reads from the disk, which the kernel enforces.
+
+By control groups, version 1 or 2.
+"""
 
 import math
 import os
@@ -6,16 +9,16 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from leanmoe.errors import UnsupportedError
 
-_V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
+_V1_MEMORY, _V1_DISK = _V2 / "memory", _V2 / "blkio"
 _POLL_SECONDS = 0.02
 _HOW = "run as root, or in a delegated group: systemd-run --user --scope -p Delegate=yes COMMAND"
 
@@ -38,11 +41,32 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A control group made for one measurement or test; without a `path`, none at all."""
+class DiskLimit:
+    """At most `rate` bytes a second are read from the disk `device` ("major:minor")."""
 
-    path: Path | None
-    version: int
+    device: str
+    rate: int
+
+    @classmethod
+    def of(cls, path: Path, rate: int) -> "DiskLimit":
+        """For the disk that `path` lies on. Raises `UnsupportedError` if that is no disk of its own."""
+        number = path.stat().st_dev
+        block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+        if not block.exists():
+            raise UnsupportedError(
+                f"{path} lies on no disk whose rate can be limited, but on device {block.name}; a file system "
+                "directly on a disk or a partition was wanted"
+            )
+        if (block / "partition").exists():
+            block = block.resolve().parent
+        return cls((block / "dev").read_text().strip(), rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Control groups made for one measurement or test, one of each version 1 controller; without `paths`, none."""
+
+    paths: tuple[Path, ...]
 
     def run(
         self, command: Sequence[str], *, stdin: Path | None = None, seconds: float = math.inf
@@ -51,9 +75,9 @@ class Group:
 
         After `seconds` it gets SIGINT as from Ctrl-C, and SIGKILL if it goes on for another minute.
         """
-        if self.path is not None:
+        for path in self.paths:
             script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-            command = ["sh", "-c", script, str(self.path), *command]
+            command = ["sh", "-c", script, str(path), *command]
         source = Path(os.devnull) if stdin is None else stdin
         with source.open("rb") as given, TemporaryFile() as out, TemporaryFile() as err:
             begun = time.perf_counter()
@@ -67,12 +91,10 @@ class Group:
 
     def killed(self) -> int:
         """How often the kernel killed a process of the group for want of memory."""
-        if self.path is None:
-            return 0
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in (self.path / name).read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        for file in (path / name for path in self.paths for name in ("memory.events", "memory.oom_control")):
+            for line in file.read_text().splitlines() if file.exists() else ():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
         return 0
 
 
@@ -99,8 +121,8 @@ def _wait(process: "subprocess.Popen[bytes]", begun: float, seconds: float) -> t
         raise
 
 
-def nearest_with_memory(root: Path, own: str) -> Path:
-    """The innermost group, from `own` up to `root`, that may limit the memory of new groups in it.
+def nearest_with(root: Path, own: str, controllers: Collection[str]) -> Path:
+    """The innermost group, from `own` up to `root`, that may limit new groups in it by these `controllers`.
 
     Version 2 allows that only in groups whose processes are all in inner ones, which a shell's own is not.
     Raises `UnsupportedError` if this user may use none of them.
@@ -108,44 +130,63 @@ def nearest_with_memory(root: Path, own: str) -> Path:
     group = root / own
     for parent in (group, *group.parents):
         enabled = parent / "cgroup.subtree_control"
-        if enabled.exists() and "memory" in enabled.read_text().split() and os.access(parent, os.W_OK):
+        if (
+            enabled.exists()
+            and {*controllers} <= {*enabled.read_text().split()}
+            and os.access(parent, os.W_OK)
+        ):
             return parent
         if parent == root:
             break
-    raise UnsupportedError(f"no group from {group} upwards lets this user limit memory; {_HOW}")
+    raise UnsupportedError(
+        f"no group from {group} upwards lets this user limit {' and '.join(controllers)}; {_HOW}"
+    )
 
 
 @contextmanager
-def memory_limit(nbytes: int | None) -> Iterator[Group]:
-    """A group limited to `nbytes` of memory, without swap; None limits nothing and makes no group.
+def limits(memory: int | None, disk: DiskLimit | None = None) -> Iterator[Group]:
+    """A group limited to so many bytes of memory, without swap, and to a disk's rate. None limits nothing.
 
     Raises `UnsupportedError`, saying what is missing, where none may be made.
     """
-    if nbytes is None:
-        yield Group(None, 0)
-        return
     name = f"lean-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as made:
+        wanted = _wanted(memory, disk, name)
+        for path, settings in wanted.items():
+            try:
+                path.mkdir()
+            except OSError as refused:
+                raise UnsupportedError(
+                    f"this user may not make a control group ({refused}); {_HOW}"
+                ) from None
+            made.callback(path.rmdir)
+            try:
+                for key, value in settings.items():
+                    (path / key).write_text(value)
+            except OSError as refused:
+                raise UnsupportedError(f"this user may not set a limit ({refused}); {_HOW}") from None
+        yield Group(tuple(wanted))
+
+
+def _wanted(memory: int | None, disk: DiskLimit | None, name: str) -> dict[Path, dict[str, str]]:
+    """The groups to be made, with what is to be written to their files."""
     if (_V2 / "cgroup.controllers").exists():
+        settings = {}
+        if memory is not None:
+            settings = {"memory.max": str(memory), "memory.swap.max": "0"}
+        if disk is not None:
+            settings["io.max"] = f"{disk.device} rbps={disk.rate}"
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        path, version = nearest_with_memory(_V2, own) / name, 2
-        settings = {"memory.max": nbytes, "memory.swap.max": 0}
-    elif (_V1 / "memory.limit_in_bytes").exists():
-        path, version = _V1 / name, 1
-        settings = {"memory.limit_in_bytes": nbytes, "memory.swappiness": 0}
-    else:
-        raise UnsupportedError(
-            f"no memory control groups in {_V2}: mount them, or give the container access to the host's"
-        )
-    try:
-        path.mkdir()
-    except OSError as refused:
-        raise UnsupportedError(f"this user may not make a memory control group ({refused}); {_HOW}") from None
-    try:
-        try:
-            for key, value in settings.items():
-                (path / key).write_text(str(value))
-        except OSError as refused:
-            raise UnsupportedError(f"this user may not limit memory ({refused}); {_HOW}") from None
-        yield Group(path, version)
-    finally:
-        path.rmdir()
+        controllers = sorted({key.partition(".")[0] for key in settings}, reverse=True)
+        return {nearest_with(_V2, own, controllers) / name: settings} if settings else {}
+    groups = {}
+    if memory is not None:
+        groups[_V1_MEMORY / name] = {"memory.limit_in_bytes": str(memory), "memory.swappiness": "0"}
+    if disk is not None:
+        groups[_V1_DISK / name] = {"blkio.throttle.read_bps_device": f"{disk.device} {disk.rate}"}
+    for path in groups:
+        if not (path.parent / "cgroup.procs").exists():
+            raise UnsupportedError(
+                f"no control groups in {path.parent}: mount them, or give the container access to the host's"
+            )
+    return groups

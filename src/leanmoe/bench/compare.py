@@ -1,6 +1,6 @@
 """lean and llama.cpp in turn on the same model, prompt and memory limit: `python -m leanmoe.bench.compare`.
 
-Every run is a process of its own, in a control group with the limit and no swap, after the model's files have been
+Every run is a process of its own, in a control group with the limits and no swap, after the model's files have been
 dropped from the page cache. Under a limit nothing is warmed up; without one, both engines hold all weights before the
 clock starts. Settings of llama.cpp are all tried in the first turn; the best go on. Printed are medians, and with
 `--report` written as Markdown with plots.
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from leanmoe.bench.cgroup import memory_limit
+from leanmoe.bench.cgroup import DiskLimit, limits
 from leanmoe.bench.disk import measure_disk
 from leanmoe.bench.programs import Lean, Program, Record, Setting, Task, find_rival
 from leanmoe.bench.report import markdown, write_report
@@ -84,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     add("--rival-args", default="", help="more arguments for llama.cpp's program, in one string")
     add("--seconds", type=float, default=600, help="after which a run is interrupted")
     add("--disk", action="store_true", help="measure the disk as well, with fio if it is there")
+    add("--disk-limit", help="bytes a second that any run may read from the pack's disk, like 500MB")
     add("--report", type=Path, help="directory for report.md, plots and records")
     add("--json", action="store_true", help="print records instead of a table")
     return parser.parse_args()
@@ -112,30 +113,37 @@ def _task(options: argparse.Namespace, prompt: Path) -> Task:
 def main() -> None:
     """Parses arguments, measures, prints, and writes the report."""
     options = _arguments()
-    limits = _limits(options.limits)
+    memory = _limits(options.limits)
     settings = tuple(Setting.parse(text) for text in options.settings.split(","))
     extra = options.rival_args.split()
     rival, about = find_rival(options.gguf, options.llama_bench, text=not options.random, extra=extra)
     own = Lean(options.pack)
     if options.report:
         require_matplotlib()
-    for size in {size for size in limits.values() if size is not None}:
-        with memory_limit(size):  # says now, not after minutes, if it may not be limited
+    slow = None
+    if options.disk_limit:
+        slow = DiskLimit.of(options.pack, parse_bytes(options.disk_limit))
+        if DiskLimit.of(options.gguf, slow.rate) != slow:
+            raise UsageError(
+                f"{options.gguf} is on another disk than {options.pack}: only one may be limited"
+            )
+    for size in {*memory.values()}:
+        with limits(size, slow):  # says now, not after minutes, if it may not be limited
             pass
-    disk = measure_disk(options.pack) if options.disk else None
+    disk = measure_disk(options.pack, limit=slow) if options.disk else None
     prompt = options.pack.parent / f".{options.pack.name}.{os.getpid()}.prompt"
     try:
-        plan = Plan(_task(options, prompt), limits, settings, options.runs)
+        plan = Plan(_task(options, prompt), memory, settings, options.runs)
 
         def run(program: Program, task: Task, limit: int | None, setting: Setting | None) -> Record | str:
-            return run_once(program, task, limit, setting, options.seconds)
+            return run_once(program, task, limit, setting, options.seconds, slow)
 
         results = measure(plan, own, rival, run, lambda line: print(line, file=sys.stderr, flush=True))
     finally:
         prompt.unlink(missing_ok=True)
     print(json.dumps(results) if options.json else markdown(results))
     if options.report:
-        written = write_report(options.report, options.pack, results, plan, [own, rival], about, disk)
+        written = write_report(options.report, options.pack, results, plan, [own, rival], about, disk, slow)
         print(f"written: {written}", file=sys.stderr)
 
 

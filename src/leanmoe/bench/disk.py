@@ -3,12 +3,12 @@
 import json
 import shutil
 import statistics
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from leanmoe.bench.cgroup import DiskLimit, limits
 from leanmoe.engine.config import DEFAULT_READERS
-from leanmoe.errors import LeanError
+from leanmoe.errors import LeanError, UsageError
 from leanmoe.pack import open_pack
 
 _FIO_SECONDS = 10
@@ -25,10 +25,10 @@ class DiskRate:
     how: str
 
 
-def measure_disk(pack_path: Path, depth: int = DEFAULT_READERS) -> DiskRate:
+def measure_disk(pack_path: Path, depth: int = DEFAULT_READERS, limit: DiskLimit | None = None) -> DiskRate:
     """The rate of fio where it is installed, else that of lean's own reader threads.
 
-    Raises `LeanError` if the pack has no experts, or fio fails.
+    Raises `LeanError` if the pack has no experts, if fio fails, or if it is missing and there is a limit.
     """
     pack = open_pack(pack_path)
     layers = pack.manifest.layers
@@ -37,6 +37,8 @@ def measure_disk(pack_path: Path, depth: int = DEFAULT_READERS) -> DiskRate:
     block = statistics.median_low([m.layout.file_bytes for m in layers])
     fio = shutil.which("fio")
     if fio is None:
+        if limit is not None:
+            raise UsageError("fio is not installed; it is wanted to measure a disk that is limited")
         from leanmoe.engine.tune import read_rates
 
         rates = read_rates(pack)
@@ -47,9 +49,8 @@ def measure_disk(pack_path: Path, depth: int = DEFAULT_READERS) -> DiskRate:
         pack.expert_path(m.layer, e).absolute().relative_to(root) for m in same for e in range(m.expert_count)
     ]
     chosen = files[:: max(1, len(files) // _FILES)][:_FILES]
-    done = subprocess.run(
-        fio_command(fio, root, chosen, block, depth), capture_output=True, text=True, check=False
-    )
+    with limits(None, limit) as group:
+        done = group.run(fio_command(fio, root, chosen, block, depth))
     if done.returncode:
         raise LeanError(f"fio failed: {(done.stderr.strip() or done.stdout.strip())[:500]}")
     return DiskRate(fio_rate(done.stdout), block, depth, f"fio, psync, {depth} jobs, O_DIRECT, random files")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from leanmoe.bench.cgroup import DiskLimit
 from leanmoe.bench.disk import DiskRate
 from leanmoe.bench.figures import draw_all
 from leanmoe.bench.programs import Program, Record
@@ -90,6 +91,7 @@ def write_report(
     programs: Sequence[Program],
     rival: str,
     disk: DiskRate | None,
+    slow: DiskLimit | None = None,
 ) -> Path:
     """Writes report.md, records.json and the plots into `folder`; returns the report's path."""
     from leanmoe.bench.machine import (
@@ -98,6 +100,8 @@ def write_report(
 
     folder.mkdir(parents=True, exist_ok=True)
     machine = describe(pack)
+    if slow is not None:
+        machine["disk, by the kernel's limit"] = f"{format_bytes(slow.rate)}/s of reads"
     about = {"machine": machine, "rival": rival, "disk": None if disk is None else asdict(disk)}
     (folder / "records.json").write_text(json.dumps({**about, "results": list(results)}, indent=1))
     plots = draw_all(folder, results)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from leanmoe.bench.cgroup import memory_limit
+from leanmoe.bench.cgroup import limits
 from leanmoe.bench.compare import PROMPT
 from leanmoe.bench.turns import drop_from_page_cache
 from leanmoe.errors import LeanError
@@ -45,7 +45,7 @@ def measure(pack: Path, limit: int, arms: Sequence[str], runs: int, tokens: int)
     for turn in range(runs):
         for arm in arms if turn % 2 == 0 else reversed(arms):
             drop_from_page_cache(pack)
-            with memory_limit(limit) as group:
+            with limits(limit) as group:
                 done = group.run([*command, *arm.split()])
             if done.returncode:
                 raise LeanError(f"{arm}: exit code {done.returncode}: {done.stderr.strip()[-500:]}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from leanmoe.bench.cgroup import memory_limit
+from leanmoe.bench.cgroup import DiskLimit, limits
 from leanmoe.bench.programs import Program, Record, Setting, Task
 from leanmoe.errors import LeanError
 
@@ -28,11 +28,16 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def run_once(
-    program: Program, task: Task, limit: int | None, setting: Setting | None, seconds: float
+    program: Program,
+    task: Task,
+    limit: int | None,
+    setting: Setting | None,
+    seconds: float,
+    disk: DiskLimit | None = None,
 ) -> Record | str:
     """One cold run of at most `seconds`; its record, or why there is none."""
     drop_from_page_cache(program.files)
-    with memory_limit(limit) as group:
+    with limits(limit, disk) as group:
         done = group.run(program.command(task, limit, setting), stdin=program.stdin(task), seconds=seconds)
         if group.killed():
             return "killed: out of memory"
