@@ -1,6 +1,7 @@
 """The feed-forward half of a layer: routed experts (with an optional shared one), or a dense FFN."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -242,7 +243,7 @@ def _rows_by_expert(ids: torch.Tensor) -> dict[int, Places]:
     """For ids [N, k], each expert's places in the flattened table; place i belongs to token i // k."""
     if ids.numel() <= _FEW_PLACES:
         rows: dict[int, list[int]] = {}
-        for place, expert in enumerate(ids.flatten().tolist()):
+        for place, expert in enumerate(chain.from_iterable(ids.tolist())):
             rows.setdefault(expert, []).append(place)
         return dict(rows)
     flat = ids.flatten().cpu().numpy()
@@ -259,9 +260,13 @@ def _index(rows: Sequence[Places], k: int, device: torch.device) -> torch.Tensor
     Each of torch's operations here costs a token more than it does in a loop of its own: they let go of the
     interpreter, which the readers want too.
     """
-    places = np.concatenate(rows)
-    index = np.empty((2, len(places)), np.int32)
-    index[1] = places
-    np.floor_divide(index[1], k, out=index[0])
+    if sum(map(len, rows)) <= _FEW_PLACES:
+        few = [*chain.from_iterable(rows)]
+        index = np.array([[place // k for place in few], few], np.int32)
+    else:
+        places = np.concatenate(rows)
+        index = np.empty((2, len(places)), np.int32)
+        index[1] = places
+        np.floor_divide(index[1], k, out=index[0])
     shared = torch.from_numpy(index)
     return shared if device.type == "cpu" else shared.to(device)
