@@ -11,7 +11,7 @@
 namespace lean {
 namespace {
 
-constexpr int64_t HIDDEN_BYTES = 4 << 20;  // of hidden rows at once, as floats and rounded each
+constexpr int64_t HIDDEN_BYTES = 4 << 20;  // of hidden rows at once, as floats (or a tile for each thread) and rounded
 constexpr int64_t PART_BYTES = 1 << 20;    // of hidden rows that share a core's second cache with what they meet
 constexpr int64_t MIN_WAVE = 256;          // pairs
 constexpr int64_t SUM_BYTES = 1 << 20;     // of some columns of all tokens' sums, which stay there too
@@ -293,7 +293,7 @@ void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
 
     const int64_t threads = pool_->threads();
     const int64_t row = ffn.inner() * static_cast<int64_t>(sizeof(float));
-    const int64_t tiles = std::min(HIDDEN_BYTES / threads, PART_BYTES) / row / TILE;
+    const int64_t tiles = std::min(std::max<int64_t>(HIDDEN_BYTES / threads / row / TILE, 1), PART_BYTES / row / TILE);
     int64_t limit = std::max(MIN_WAVE, HIDDEN_BYTES / static_cast<int64_t>(ffn.rounded_bytes));
     std::vector<Part> parts;
     bool whole = tiles > 0 && call.pairs >= threads * TILE;

@@ -106,6 +106,13 @@ def test_every_value_type_and_nested_arrays(save: Callable[[bytes], Path]) -> No
     assert list(model.metadata["nested"][1]) == [7, 8]
     assert list(model.metadata["empty"]) == []
     assert b"".join(model.raw_kv.values()) == b"".join((ARCH, *kvs))
+    kept = model.without_vocabulary()
+    assert model.metadata.keys() - kept.metadata.keys() == {
+        "nested",
+        "empty",
+    }  # lists of strings hold the header
+    assert not kept.raw_kv
+    assert kept.tensors is model.tensors
 
 
 def test_string_arrays_behave_as_lists_across_read_ahead(save: Callable[[bytes], Path]) -> None:

@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_who_computes_an_expert(inner: int, largest: int, 
             span = slice(end - counts[e], end)
             one = ExpertBatch([batch.slots[e]], [counts[e]], batch.token[span], batch.dest[span])
             kernels.moe_ffn(layout, one, x, alone)
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 40):
         with using(isa, threads):
             assert torch.equal(run(layout, batch, x), alone)
 

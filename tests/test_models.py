@@ -412,3 +412,19 @@ def test_rope_with_linear_and_yarn_scaling_equals_transformers(kind: str, parame
     cos, _ = rope.tables(torch.arange(100), torch.device("cpu"))
     angles = torch.arange(100, dtype=torch.float64)[:, None] * want.double()
     torch.testing.assert_close(cos[:, 0], (angles.cos() * magnitude).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "granitemoe", "gemma4"])
+def test_more_sequences_than_go_together_decode_as_each_alone(
+    arch: str, packed: PackTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large batch would be answered without its experts."""
+    _, path = packed(arch, "Q8_0")
+    monkeypatch.setattr("leanmoe.models.batch.PART", 20)
+    tokens = TOKENS[:29]
+    with LLM(path) as llm:
+        states = [llm.decoder.new_state(1, torch.float16) for _ in tokens]
+        together = llm.decoder.forward(Batch.of([(s, [t]) for s, t in zip(states, tokens, strict=True)]))
+        for row in (0, 19, 20, 28):
+            alone = llm.decoder.forward(Batch.of([(llm.decoder.new_state(1, torch.float16), [tokens[row]])]))
+            assert torch.equal(together[row], alone[0])

@@ -165,12 +165,34 @@ def test_decoding_finds_what_the_end_of_a_prompt_used_most(kind):
 def test_a_prompt_however_long_says_no_more_than_a_few_tokens(kind):
     """The answer's own routing would count for nothing until it was as long as the prompt."""
     driver = Driver(kind(slots(4, layers=(0,))), 4)
-    driver.read_prompt(0, [(4, 5)] * 3000)
+    for _ in range(100):
+        driver.read_prompt(0, [(4, 5)] * 30)
     for _ in range(8):
         driver.use(0, (0, 1))
     for _ in range(4):
         driver.use(0, (2, 3))
     assert driver.resident == {(0, e) for e in range(4)}
+
+
+@pytest.mark.parametrize("kind", FORECASTS)
+def test_a_prompt_teaches_the_same_in_any_number_of_chunks(kind):
+    """What is kept would depend on how much memory there is for a chunk."""
+    rng = np.random.default_rng(0)
+    before, picks = (
+        rng.integers(0, EXPERTS, (20, 2)),
+        rng.permuted(np.tile(np.arange(9), (100, 1)), axis=1)[:, :2],
+    )
+    found = []
+    for chunk in (100, 7, 1):
+        policy = kind(slots(8))
+        for a, b in before.tolist():
+            policy.on_use([(3, a), (3, b)], Phase.DECODE)
+        for begin in range(0, 100, chunk):
+            policy.on_prompt(3, picks[begin : begin + chunk])
+        policy.on_use([(3, 0), (3, 1)], Phase.DECODE)
+        found.append(policy._chance[1])
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", FORECASTS)
@@ -184,6 +206,7 @@ def test_a_prompt_of_a_token_is_a_token(kind):
         layer, picks = int(rng.choice(LAYERS)), rng.choice(EXPERTS, 2, replace=False)
         as_prompt.on_prompt(layer, picks[None])
         as_prompt.on_prompt(layer, np.zeros((0, 2), int))
+        as_prompt._prompts.clear()  # as decoding between them does
         decoded.on_use([(layer, int(e)) for e in picks], Phase.DECODE)
     np.testing.assert_allclose(as_prompt._chance, decoded._chance, rtol=1e-9)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from leanmoe.errors import UnsupportedError
+from leanmoe.errors import UnsupportedError, UsageError
 
 _V2 = Path("/sys/fs/cgroup")
 _V1_MEMORY, _V1_DISK = _V2 / "memory", _V2 / "blkio"
@@ -49,8 +49,13 @@ class DiskLimit:
 
     @classmethod
     def of(cls, path: Path, rate: int) -> "DiskLimit":
-        """For the disk that `path` lies on. Raises `UnsupportedError` if that is no disk of its own."""
-        number = path.stat().st_dev
+        """For the disk that `path` lies on. Raises `UnsupportedError` if it is none, `UsageError` for no file."""
+        try:
+            number = path.stat().st_dev
+        except OSError as error:
+            raise UsageError(
+                f"{path}: {error.strerror}; a file on the disk to be limited was wanted"
+            ) from None
         block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
         if not block.exists():
             raise UnsupportedError(
@@ -138,9 +143,9 @@ def nearest_with(root: Path, own: str, controllers: Collection[str]) -> Path:
             return parent
         if parent == root:
             break
-    raise UnsupportedError(
-        f"no group from {group} upwards lets this user limit {' and '.join(controllers)}; {_HOW}"
-    )
+    how = "run as root" if "io" in controllers else _HOW  # users are seldom given that one
+    what = " and ".join(controllers)
+    raise UnsupportedError(f"no group from {group} upwards lets this user limit {what}; {how}")
 
 
 @contextmanager

@@ -38,7 +38,8 @@ class Opened:
     """A packed model in memory, with all that answers are made of; whoever opened it closes it.
 
     `config` has a value for every setting. `pool` and `learner` are None for a model without experts. `sequence` has
-    room for the plan's context. `warming` are the reads of the warm start.
+    room for the plan's context. `warming` are the reads of the warm start. `pack.trunk` lacks the vocabulary, which is
+    the tokenizer's.
     """
 
     pack: Pack

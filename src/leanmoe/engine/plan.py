@@ -36,8 +36,8 @@ _BASE_VARIES = 4 << 20
 # Pinned staging and the CUDA runtime's own host memory, for each GPU.
 _CUDA_HOST_BYTES = 600 << 20
 _CUDA_DEVICE_BYTES = 500 << 20
-# HIDDEN_BYTES and MIN_WAVE of csrc/ffn.cpp.
-_HIDDEN_BYTES, _LEAST_PAIRS = 4 << 20, 256
+# HIDDEN_BYTES, PART_BYTES and MIN_WAVE of csrc/ffn.cpp, and TILE of csrc/kernels.h.
+_HIDDEN_BYTES, _PART_BYTES, _LEAST_PAIRS, _TILE = 4 << 20, 1 << 20, 256, 64
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -344,14 +344,15 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
     # Of every token the residual stream; and of those that go together what is normed and what is added.
     streams, experts = chunk + 5 * part, 0
     if router is not None:
-        if spec.post_norms or spec.dense_beside_experts or spec.residual_scale != 1.0:
-            # Of every token what the experts say, and what norms make of that.
-            streams += chunk * (1 + spec.post_norms + 3 * spec.dense_beside_experts)
+        # Of every token what the experts say, where that is not added at once, and what a norm makes of it.
+        normed = spec.post_norms or spec.dense_beside_experts
+        streams += chunk * (2 if normed else int(spec.residual_scale != 1.0))
         # The tokens rounded and routed; hidden rows of one expert; and those of all, as floats and rounded, in buffers
         # which are bounded (`csrc/ffn.cpp`).
         row = 4 * spec.expert_width
         token = 4 * spec.hidden + 8 * router.experts + 48 * router.top_k + row
-        experts = chunk * token + 2 * min(chunk * router.top_k * row, max(_HIDDEN_BYTES, _LEAST_PAIRS * row))
+        hidden = max(_HIDDEN_BYTES, _LEAST_PAIRS * row, min(threads * _TILE * row, threads * _PART_BYTES))
+        experts = chunk * token + 2 * min(chunk * router.top_k * row, hidden)
     return 4 * streams * spec.hidden + max(mixing, dense + experts) + 3 * 4 * spec.vocab
 
 

@@ -26,6 +26,7 @@ class Shelf:
         self.starved: deque[Acquire] = deque()
         # With a slot for every expert nothing is ever evicted: the policy need not look on.
         self.roomy = facts.slots == facts.experts
+        self.wants_prompts = policy.wants_prompts and not self.roomy
 
 
 class Acquire(Iterator[list[Lease]]):

@@ -177,8 +177,7 @@ class ExpertCache:
 
     def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:
         """For policies that want it: see `Policy.on_prompt`."""
-        shelf = self._shelves[layer]
-        if shelf.policy.wants_prompts and not shelf.roomy:
+        if (shelf := self._shelves[layer]).wants_prompts:
             with self._lock:
                 shelf.policy.on_prompt(layer, picks)
 
@@ -202,6 +201,11 @@ class ExpertCache:
         Their look-ups count as hits. Whoever keeps it keeps the slots' memory.
         """
         return self._residents.get(layer)
+
+    @property
+    def wants_prompts(self) -> bool:
+        """Whether `on_prompt` does anything for any layer."""
+        return any(shelf.wants_prompts for shelf in self._shelves.values())
 
     @property
     def policies(self) -> list[Policy]:

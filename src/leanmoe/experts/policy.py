@@ -79,7 +79,7 @@ class Policy(ABC):
     def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:  # noqa: B027
         """In a prefill, before `on_use`: the experts of each token, [tokens, top-k] in the order of the text.
 
-        -1 stands where a token picked fewer.
+        Of several sequences, one after the other. -1 stands where a token picked fewer.
         """
 
     def on_router(self, layer: int, probabilities: npt.NDArray[Any]) -> None:  # noqa: B027
@@ -122,7 +122,7 @@ class LRU(Policy):
 
 # No chance is taken to be smaller, so that among hopeless experts the distance still decides.
 _LEAST_CHANCE = 1e-12
-# A prompt, however long, says as much about a layer as so many decoded tokens.
+# A prompt, however long, says as much about a layer as so many decoded tokens of it.
 _PROMPT_VISITS = 4
 
 
@@ -139,7 +139,8 @@ class Forecast(Policy):
 
     Prefill is a scan, in which a layer uses most of its experts: which of them are used matters little, how often
     does. A prompt counts as a few visits that each picked its tokens' mean, later tokens counting more (by the
-    policy's own memories), so that decoding finds those resident that the end of the prompt used most.
+    policy's own memories), so that decoding finds those resident that the end of the prompt used most. In how many
+    chunks it comes makes no difference.
     """
 
     wants_prompts = True
@@ -159,20 +160,29 @@ class Forecast(Policy):
             (rows - rows[:, None] - 1) % n / n
         )  # from a visit to each layer's next, in rounds
         self._distance: _Floats = np.zeros(n)  # from the present visit
+        self._prompts: dict[int, _Prompt] = {}  # by row, until decoding goes on
 
     @abstractmethod
     def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
         """Decoding picked `experts` in that layer: the new chance of each of its experts."""
 
     @abstractmethod
-    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
-        """As `_observe`, of a prompt's tokens: [tokens, top-k]."""
+    def _before_prompt(self, row: int) -> "_Prompt":
+        """A prompt of which nothing was read yet, and what is known of that layer."""
+
+    @abstractmethod
+    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+        """As `_observe`, of all that was read of a prompt up to now."""
 
     def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:
         if picks.size:
             row = self._row[layer]
             self._make_room(int(picks.max()))
-            self._set_chance(row, self._observe_prompt(row, picks.astype(np.intp)))
+            if row not in self._prompts:
+                self._prompts[row] = self._before_prompt(row)
+            prompt = self._prompts[row]
+            prompt.read(picks.astype(np.intp), self._chance.shape[1])
+            self._set_chance(row, self._observe_prompt(row, prompt))
 
     def on_use(self, keys: Sequence[Key], phase: Phase) -> None:
         if not keys:
@@ -182,6 +192,7 @@ class Forecast(Policy):
         if phase is Phase.DECODE:
             experts = [expert for _, expert in keys]
             self._make_room(max(experts))
+            self._prompts.pop(row, None)
             self._set_chance(row, self._observe(row, np.array(experts)))
 
     def on_insert(self, key: Key, phase: Phase) -> None:
@@ -266,10 +277,12 @@ class Frequency(Forecast):
         chance[experts] += 1 - self._decay
         return chance
 
-    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
-        [shares] = _decayed_shares(picks, [self._decay], self._chance.shape[1])
-        left = self._decay ** min(len(picks), _PROMPT_VISITS)
-        chance: _Floats = self._chance[row] * left + shares * (1 - left)
+    def _before_prompt(self, row: int) -> "_Prompt":
+        return _Prompt([self._decay], self._chance[row][None])
+
+    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+        left = self._decay**prompt.visits
+        chance: _Floats = prompt.before[0] * left + prompt.shares[0] * (1 - left)
         return chance
 
 
@@ -318,15 +331,15 @@ class Adaptive(Forecast):
         visits += 1
         return self._mixture(row)
 
-    def _observe_prompt(self, row: int, picks: npt.NDArray[np.intp]) -> _Floats:
-        shares = _decayed_shares(picks, self._decay[: len(self.half_lives)].tolist(), self._sums.shape[2])
-        count = min(len(picks), _PROMPT_VISITS)
-        left = self._decay**count
-        fresh = np.array([sum(decay**i for i in range(count)) for decay in self._decay.tolist()])
-        self._sums[row] = (
-            self._sums[row] * left[:, None] + np.tile(shares, (self._copies, 1)) * fresh[:, None]
-        )
-        self._visits[row] = self._visits[row] * left + fresh
+    def _before_prompt(self, row: int) -> "_Prompt":
+        return _Prompt(self._decay[: len(self.half_lives)].tolist(), self._sums[row], self._visits[row])
+
+    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+        left = self._decay**prompt.visits
+        fresh = np.array([sum(decay**i for i in range(prompt.visits)) for decay in self._decay.tolist()])
+        shares = np.tile(prompt.shares, (self._copies, 1))
+        self._sums[row] = prompt.before * left[:, None] + shares * fresh[:, None]
+        self._visits[row] = prompt.visits_before * left + fresh
         return self._mixture(row)
 
     def _mixture(self, row: int) -> _Floats:
@@ -348,19 +361,45 @@ class Adaptive(Forecast):
             self._sums = np.pad(self._sums, ((0, 0), (0, 0), (0, more)))
 
 
-def _decayed_shares(picks: npt.NDArray[np.intp], decays: Sequence[float], experts: int) -> _Floats:
-    """The share of tokens that picked each expert, [decays, experts]: a token counts decay^(number of tokens after it).
+class _Prompt:
+    """What one layer picked for the tokens of a prompt, as far as it was read, and what was known of the layer before.
 
-    `picks` [tokens, top-k] as `Policy.on_prompt` has them.
+    `decays` are those of the memories, `before` [memories, experts] their picks, `visits_before` their visits.
     """
-    ages = np.arange(len(picks) - 1, -1, -1)
-    token, place = np.nonzero(picks >= 0)
-    picked = picks[token, place]
-    shares = np.empty((len(decays), experts))
-    for share, decay in zip(shares, decays, strict=True):
-        counts = decay**ages
-        share[:] = np.bincount(picked, counts[token], experts) / counts.sum()
-    return shares
+
+    def __init__(
+        self, decays: Sequence[float], before: _Floats, visits_before: _Floats | None = None
+    ) -> None:
+        self.before = before.copy()
+        self.visits_before = np.zeros(len(before)) if visits_before is None else visits_before.copy()
+        self._decays, self._tokens = decays, 0
+        # A token counts decay^(number of tokens after it).
+        self._picked: _Floats = np.zeros((len(decays), before.shape[1]))
+        self._counted: _Floats = np.zeros(len(decays))
+
+    @property
+    def visits(self) -> int:
+        """As how many visits it counts."""
+        return min(self._tokens, _PROMPT_VISITS)
+
+    @property
+    def shares(self) -> _Floats:
+        """The share of its tokens that picked each expert, [decays, experts]."""
+        shares: _Floats = self._picked / self._counted[:, None]
+        return shares
+
+    def read(self, picks: npt.NDArray[np.intp], experts: int) -> None:
+        """Its next tokens: `picks` [tokens, top-k] as `Policy.on_prompt` has them, of so many `experts`."""
+        if (more := experts - self.before.shape[1]) > 0:
+            self.before, self._picked = (np.pad(a, ((0, 0), (0, more))) for a in (self.before, self._picked))
+        ages = np.arange(len(picks) - 1, -1, -1)
+        token, place = np.nonzero(picks >= 0)
+        picked = picks[token, place]
+        for i, decay in enumerate(self._decays):
+            counts, left = decay**ages, decay ** len(picks)
+            self._picked[i] = self._picked[i] * left + np.bincount(picked, counts[token], experts)
+            self._counted[i] = self._counted[i] * left + counts.sum()
+        self._tokens += len(picks)
 
 
 class AlmostWinners(Adaptive):

@@ -85,7 +85,7 @@ class ExpertPool:
         self._cache_of = {layer: c for c in caches for group in c.plan.classes for layer in group.layers}
         self._observers = tuple(observers)
         policies = [policy for cache in caches for policy in cache.policies]
-        self._wants_prompts = any(policy.wants_prompts for policy in policies)
+        self._wants_prompts = any(cache.wants_prompts for cache in caches)
         self._wants_router = any(policy.wants_router for policy in policies)
         self._wants_predictions = any(policy.wants_predictions for policy in policies)
         self._prefetcher = self._make_prefetcher(prefetch, prefetch_level or DEFAULT_LEVEL)

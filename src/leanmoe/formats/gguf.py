@@ -21,7 +21,7 @@ __all__ = ["GGUFFile", "StringArray", "TensorInfo", "encode_header", "encode_u32
 _SHARD_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
-_VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges")}
+_VOCABULARY = {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges")}  # large
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,12 @@ class GGUFFile:
         return value
 
     def without_vocabulary(self) -> "GGUFFile":
-        """The same without the lists of its vocabulary and `raw_kv`, which keep the header's bytes in memory."""
-        kept = {key: value for key, value in self.metadata.items() if key not in _VOCABULARY}
+        """The same without its vocabulary, any other lists of strings, and `raw_kv`: they keep the header's bytes."""
+        kept = {
+            key: value
+            for key, value in self.metadata.items()
+            if key not in _VOCABULARY and not isinstance(value, StringArray | list)
+        }
         return replace(self, metadata=kept, raw_kv={})
 
     def integer(self, key: str, default: int | None = None) -> int:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(_cpu.product_types())
 _ENCODED = frozenset(_cpu.encoded_types())
 _CHUNK_BYTES = 8 << 20  # float32 rows that the slower path holds at a time
+_PAIRS = 256  # tokens of an expert that it takes at a time
 ROWS16 = "rows16"
 _LAYOUTS = {CANONICAL: 0, ROWS16: 1}
 _TOGETHER = 16  # rows that rows16 interleaves
@@ -355,15 +357,16 @@ def _ffn_dequantized(
 ) -> None:
     """The same as one fused call, expert by expert and product by product, for types without a product."""
     check_indices(batch, x.shape[0], len(out if weights is None else weights))
-    begin = 0
-    for slot, count in zip(batch.slots, batch.counts, strict=True):
-        tokens, dest = (i[begin : begin + count].long() for i in (batch.token, batch.dest))
-        rows = x[tokens]
-        gate = _expert_product(layout, slot, "gate", rows)
-        up = _expert_product(layout, slot, "up", rows)
-        _cpu.glu(*act.numbers, gate.data_ptr(), up.data_ptr(), gate.data_ptr(), count, inner)
-        deliver(_expert_product(layout, slot, "down", gate), tokens, dest, out, weights)
-        begin += count
+    ends = list(accumulate(batch.counts))
+    for slot, count, end in zip(batch.slots, batch.counts, ends, strict=True):
+        for begin in range(end - count, end, _PAIRS):
+            some = slice(begin, min(begin + _PAIRS, end))
+            tokens, dest = batch.token[some].long(), batch.dest[some].long()
+            rows = x[tokens]
+            gate = _expert_product(layout, slot, "gate", rows)
+            up = _expert_product(layout, slot, "up", rows)
+            _cpu.glu(*act.numbers, gate.data_ptr(), up.data_ptr(), gate.data_ptr(), len(rows), inner)
+            deliver(_expert_product(layout, slot, "down", gate), tokens, dest, out, weights)
 
 
 def _expert_product(layout: ExpertLayout, slot: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:

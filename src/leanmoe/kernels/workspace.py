@@ -1,8 +1,8 @@
 """Memory for the large results of a prompt's pass, which is taken again from layer to layer.
 
-Every layer makes the same few dozen results, megabytes each. A block of that size comes from the kernel page by page
-and goes back when it is freed; clearing pages took a sixth of a prompt's time. Here a block goes back to a region that
-the next one is taken from, and after the pass all of it to the kernel.
+Every layer makes the same few dozen results, many of a megabyte or more. A block of that size comes from the kernel
+page by page and goes back when it is freed; clearing pages took a sixth of a prompt's time. Here a block goes back to a
+region that the next one is taken from, and after the pass all of it to the kernel.
 """
 
 import contextlib

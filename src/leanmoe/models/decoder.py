@@ -102,10 +102,11 @@ class Layer:
                 h = x[part.rows]
                 self._fed(h, phase, h)
         else:
-            self._fed(x, phase, x)
+            x = self._fed(x, phase, x)
         return scaled(x, self.output_scale)
 
     def _fed(self, h: torch.Tensor, phase: Phase, out: torch.Tensor | None = None) -> torch.Tensor:
+        """h and what the FFN adds to it, which may be in the memory of h, or in that of `out`."""
         if isinstance(self.ffn, MoE) and self.post2 is None and self.scale == 1.0:
             return self.ffn(h, phase, h)
         return self._plus(h, self.ffn(h, phase), self.post2, out)

@@ -233,10 +233,9 @@ class DenseBesideMoE:
     def __call__(self, h: torch.Tensor, phase: Phase) -> torch.Tensor:
         """As `FeedForward`."""
         routed = self.moe_norm(self.moe(h, phase))
-        out = empty(h.shape, device=h.device)
         for rows in parts(len(h)):
-            add(self.dense_norm(self.dense(h[rows], phase)), routed[rows], out=out[rows])
-        return out
+            add(self.dense_norm(self.dense(h[rows], phase)), routed[rows], out=routed[rows])
+        return routed
 
 
 def _rows_by_expert(ids: torch.Tensor) -> dict[int, Places]:
