@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leanmoe.errors import UsageError
+from leanmoe.experts.prompt import PromptPicks
 from leanmoe.experts.slots import SlotClass
 
 Key = tuple[int, int]
@@ -122,8 +123,6 @@ class LRU(Policy):
 
 # No chance is taken to be smaller, so that among hopeless experts the distance still decides.
 _LEAST_CHANCE = 1e-12
-# A prompt, however long, says as much about a layer as so many decoded tokens of it.
-_PROMPT_VISITS = 4
 
 
 class Forecast(Policy):
@@ -160,18 +159,18 @@ class Forecast(Policy):
             (rows - rows[:, None] - 1) % n / n
         )  # from a visit to each layer's next, in rounds
         self._distance: _Floats = np.zeros(n)  # from the present visit
-        self._prompts: dict[int, _Prompt] = {}  # by row, until decoding goes on
+        self._prompts: dict[int, PromptPicks] = {}  # by row, until decoding goes on
 
     @abstractmethod
     def _observe(self, row: int, experts: npt.NDArray[np.intp]) -> _Floats:
         """Decoding picked `experts` in that layer: the new chance of each of its experts."""
 
     @abstractmethod
-    def _before_prompt(self, row: int) -> "_Prompt":
+    def _before_prompt(self, row: int) -> PromptPicks:
         """A prompt of which nothing was read yet, and what is known of that layer."""
 
     @abstractmethod
-    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+    def _observe_prompt(self, row: int, prompt: PromptPicks) -> _Floats:
         """As `_observe`, of all that was read of a prompt up to now."""
 
     def on_prompt(self, layer: int, picks: npt.NDArray[Any]) -> None:
@@ -277,10 +276,10 @@ class Frequency(Forecast):
         chance[experts] += 1 - self._decay
         return chance
 
-    def _before_prompt(self, row: int) -> "_Prompt":
-        return _Prompt([self._decay], self._chance[row][None])
+    def _before_prompt(self, row: int) -> PromptPicks:
+        return PromptPicks([self._decay], self._chance[row][None])
 
-    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+    def _observe_prompt(self, row: int, prompt: PromptPicks) -> _Floats:
         left = self._decay**prompt.visits
         chance: _Floats = prompt.before[0] * left + prompt.shares[0] * (1 - left)
         return chance
@@ -331,10 +330,10 @@ class Adaptive(Forecast):
         visits += 1
         return self._mixture(row)
 
-    def _before_prompt(self, row: int) -> "_Prompt":
-        return _Prompt(self._decay[: len(self.half_lives)].tolist(), self._sums[row], self._visits[row])
+    def _before_prompt(self, row: int) -> PromptPicks:
+        return PromptPicks(self._decay[: len(self.half_lives)].tolist(), self._sums[row], self._visits[row])
 
-    def _observe_prompt(self, row: int, prompt: "_Prompt") -> _Floats:
+    def _observe_prompt(self, row: int, prompt: PromptPicks) -> _Floats:
         left = self._decay**prompt.visits
         fresh = np.array([sum(decay**i for i in range(prompt.visits)) for decay in self._decay.tolist()])
         shares = np.tile(prompt.shares, (self._copies, 1))
@@ -359,47 +358,6 @@ class Adaptive(Forecast):
         super()._make_room(expert)
         if (more := self._resident.shape[1] - self._sums.shape[2]) > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, 0), (0, more)))
-
-
-class _Prompt:
-    """What one layer picked for the tokens of a prompt, as far as it was read, and what was known of the layer before.
-
-    `decays` are those of the memories, `before` [memories, experts] their picks, `visits_before` their visits.
-    """
-
-    def __init__(
-        self, decays: Sequence[float], before: _Floats, visits_before: _Floats | None = None
-    ) -> None:
-        self.before = before.copy()
-        self.visits_before = np.zeros(len(before)) if visits_before is None else visits_before.copy()
-        self._decays, self._tokens = decays, 0
-        # A token counts decay^(number of tokens after it).
-        self._picked: _Floats = np.zeros((len(decays), before.shape[1]))
-        self._counted: _Floats = np.zeros(len(decays))
-
-    @property
-    def visits(self) -> int:
-        """As how many visits it counts."""
-        return min(self._tokens, _PROMPT_VISITS)
-
-    @property
-    def shares(self) -> _Floats:
-        """The share of its tokens that picked each expert, [decays, experts]."""
-        shares: _Floats = self._picked / self._counted[:, None]
-        return shares
-
-    def read(self, picks: npt.NDArray[np.intp], experts: int) -> None:
-        """Its next tokens: `picks` [tokens, top-k] as `Policy.on_prompt` has them, of so many `experts`."""
-        if (more := experts - self.before.shape[1]) > 0:
-            self.before, self._picked = (np.pad(a, ((0, 0), (0, more))) for a in (self.before, self._picked))
-        ages = np.arange(len(picks) - 1, -1, -1)
-        token, place = np.nonzero(picks >= 0)
-        picked = picks[token, place]
-        for i, decay in enumerate(self._decays):
-            counts, left = decay**ages, decay ** len(picks)
-            self._picked[i] = self._picked[i] * left + np.bincount(picked, counts[token], experts)
-            self._counted[i] = self._counted[i] * left + counts.sum()
-        self._tokens += len(picks)
 
 
 class AlmostWinners(Adaptive):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from leanmoe.formats.quant_types import QuantType
-from leanmoe.kernels import cpu, cpu_step, torch_delta, torch_reference, torch_step, types
+from leanmoe.kernels import cpu, cpu_experts, cpu_step, torch_delta, torch_reference, torch_step, types
 from leanmoe.kernels.cpu import (
     Arrangement,
     arrange,
@@ -18,7 +18,6 @@ from leanmoe.kernels.cpu import (
     compiled_isas,
     get_num_threads,
     isa,
-    moe_token,
     quantize,
     quantized_types,
     release_scratch,
@@ -26,6 +25,7 @@ from leanmoe.kernels.cpu import (
     set_isa,
     set_num_threads,
 )
+from leanmoe.kernels.cpu_experts import moe_token
 from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn, working_in
 from leanmoe.kernels.types import ExpertBatch, ResidentExperts, RoutingRule, Weight
 from leanmoe.kernels.workspace import Workspace
@@ -168,21 +168,21 @@ def moe_ffn(
     `expert_input` of T tokens; out is [R, D] or [T, D]. Biases and scales of the layout are applied to their products.
     On the CPU the bits of down(...) depend only on the expert's bytes and on x[token[i]].
     """
-    run = cpu.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
+    run = cpu_experts.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
     run(layout, batch, x, out, activation, weights)
 
 
 def expert_input(layout: ExpertLayout, tokens: int, device: torch.device) -> torch.Tensor:
     """Room for so many tokens as the experts of a layout multiply them, which on the CPU is rounded: [tokens, ...]."""
     if device.type == "cpu":
-        return cpu.expert_input(layout, tokens)
+        return cpu_experts.expert_input(layout, tokens)
     return torch.empty((tokens, layout.sections["down"].shape[0]), device=device)
 
 
 def put_tokens(layout: ExpertLayout, x: torch.Tensor, room: torch.Tensor) -> None:
     """Tokens x [N, D] into rows `room` [N, ...] of an `expert_input`."""
     if x.is_cpu:
-        cpu.put_tokens(layout, x, room)
+        cpu_experts.put_tokens(layout, x, room)
     else:
         room.copy_(x)
 

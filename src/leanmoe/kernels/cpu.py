@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 
 import torch
 
@@ -17,38 +16,29 @@ from leanmoe.errors import UnsupportedError
 from leanmoe.formats.quant_types import BY_ID, BY_NAME, QuantType
 from leanmoe.kernels import _cpu
 from leanmoe.kernels.checks import (
-    check_batch,
     check_convolution,
     check_delta,
     check_embed,
-    check_indices,
     check_layout,
     check_linear,
     check_linear_each,
     check_range,
     check_tensor,
-    check_token,
 )
 from leanmoe.kernels.dequant_numpy import dequantize_rows
-from leanmoe.kernels.tape import address_of, aside, empty, recording
-from leanmoe.kernels.torch_reference import deliver
-from leanmoe.kernels.types import Activation, ExpertBatch, ResidentExperts, Weight, activation, check_bytes
-from leanmoe.pack.layout import CANONICAL, ExpertLayout, Section
+from leanmoe.kernels.tape import address_of, aside, empty
+from leanmoe.kernels.types import Weight, check_bytes
+from leanmoe.pack.layout import CANONICAL, ExpertLayout
 
 _log = logging.getLogger(__name__)
-_PRODUCTS = frozenset(_cpu.product_types())
+PRODUCTS = frozenset(_cpu.product_types())
 _ENCODED = frozenset(_cpu.encoded_types())
 _CHUNK_BYTES = 8 << 20  # float32 rows that the slower path holds at a time
-_PAIRS = 256  # tokens of an expert that it takes at a time
 ROWS16 = "rows16"
-_LAYOUTS = {CANONICAL: 0, ROWS16: 1}
+LAYOUTS = {CANONICAL: 0, ROWS16: 1}
 _TOGETHER = 16  # rows that rows16 interleaves
 _F32 = BY_NAME["F32"]
 _CPU = torch.device("cpu")
-
-# Layouts are few and live as long as their pack; the kept reference makes the id a safe key.
-_plans: dict[int, tuple[ExpertLayout, "_cpu.Plan | None", int, int]] = {}
-_MAX_PLANS = 4096
 
 
 def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +47,7 @@ def linear(w: Weight, x: torch.Tensor) -> torch.Tensor:
     out = empty((x.shape[0], w.shape[0]))
     if x.shape[0] == 0 or w.shape[0] == 0:
         return out
-    if w.qtype.id in _PRODUCTS:
+    if w.qtype.id in PRODUCTS:
         _linear(w, x, out)
     else:
         aside(lambda _: _linear_dequantized(w, x, out))
@@ -71,7 +61,7 @@ class LinearGroup:
         self.weights = tuple(weights)  # keeps their bytes alive
         self._rows, self._cols = [w.shape[0] for w in weights], weights[0].shape[1]
         self._group = _cpu.Group(
-            [(w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[w.layout], *w.shape) for w in weights]
+            [(w.data.data_ptr(), w.data.numel(), w.qtype.id, LAYOUTS[w.layout], *w.shape) for w in weights]
         )
 
     def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -88,7 +78,7 @@ class LinearGroup:
 
 def has_product(w: Weight) -> bool:
     """Whether the extension multiplies weights of this type."""
-    return w.qtype.id in _PRODUCTS and w.shape[0] > 0
+    return w.qtype.id in PRODUCTS and w.shape[0] > 0
 
 
 def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
@@ -99,12 +89,12 @@ def linear_each(w: Weight, x: torch.Tensor) -> torch.Tensor:
     rows = check_linear_each(w, x)
     tokens, count, cols = x.shape
     out = empty((tokens, count, rows))
-    if w.qtype.id not in _PRODUCTS:
+    if w.qtype.id not in PRODUCTS:
         aside(lambda _: _linear_each_dequantized(w, x, out))
         return out
     if tokens:
         data = w.data
-        matrices = data.data_ptr(), data.numel(), w.qtype.id, _LAYOUTS[w.layout], rows, cols, count
+        matrices = data.data_ptr(), data.numel(), w.qtype.id, LAYOUTS[w.layout], rows, cols, count
         _cpu.linear_each(*matrices, x.data_ptr(), tokens, out.data_ptr())
     return out
 
@@ -116,7 +106,7 @@ def _linear_each_dequantized(w: Weight, x: torch.Tensor, out: torch.Tensor) -> N
 
 
 def _linear(w: Weight, x: torch.Tensor, out: torch.Tensor) -> None:
-    matrix = w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[w.layout], *w.shape
+    matrix = w.data.data_ptr(), w.data.numel(), w.qtype.id, LAYOUTS[w.layout], *w.shape
     _cpu.linear(*matrix, x.data_ptr(), x.shape[0], out.data_ptr())
 
 
@@ -144,8 +134,8 @@ def embed(w: Weight, ids: torch.Tensor) -> torch.Tensor:
     """Rows `ids` (int64 [T]) of the table as float32 [T, cols]. Raises `ValueError` for a row outside it."""
     check_embed(w, ids)
     out = empty((ids.shape[0], w.shape[1]))
-    if w.qtype.id in _PRODUCTS:
-        table = w.data.data_ptr(), w.qtype.id, _LAYOUTS[w.layout], *w.shape
+    if w.qtype.id in PRODUCTS:
+        table = w.data.data_ptr(), w.qtype.id, LAYOUTS[w.layout], *w.shape
         _cpu.embed(*table, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out
     aside(lambda _: _embed_dequantized(w, ids, out))
@@ -160,7 +150,7 @@ def _embed_dequantized(w: Weight, ids: torch.Tensor, out: torch.Tensor) -> None:
 
 def best_layout(qtype: QuantType, rows: int) -> str:
     """The layout in which the instruction set in use multiplies `rows` rows of this type fastest."""
-    fits = rows % _TOGETHER == 0 and _cpu.multiplies(qtype.id, _LAYOUTS[ROWS16])
+    fits = rows % _TOGETHER == 0 and _cpu.multiplies(qtype.id, LAYOUTS[ROWS16])
     return ROWS16 if fits else CANONICAL
 
 
@@ -172,7 +162,7 @@ def arrange(w: Weight, layout: str, *, alone: bool = False) -> Weight:
     if layout != CANONICAL:
         if w.layout != CANONICAL:
             raise ValueError(f"the weight is in layout {w.layout} already; canonical was wanted")
-        _cpu.arrange(w.data.data_ptr(), w.data.numel(), w.qtype.id, _LAYOUTS[layout], *w.shape, alone)
+        _cpu.arrange(w.data.data_ptr(), w.data.numel(), w.qtype.id, LAYOUTS[layout], *w.shape, alone)
     return replace(w, layout=layout)
 
 
@@ -191,7 +181,7 @@ class Arrangement:
 
     def __init__(self, layout: ExpertLayout) -> None:
         matrices = [
-            (s.offset, s.qtype.id, _LAYOUTS[s.layout], *s.shape)
+            (s.offset, s.qtype.id, LAYOUTS[s.layout], *s.shape)
             for s in layout.sections.values()
             if s.layout != CANONICAL
         ]
@@ -207,7 +197,7 @@ def dequantize(data: torch.Tensor, qtype: QuantType, shape: tuple[int, ...]) -> 
     cols = shape[-1] if shape else 1
     rows = int(torch.Size(shape[:-1]).numel())
     check_bytes("data", data, qtype, rows, cols)
-    if qtype.id not in _PRODUCTS:
+    if qtype.id not in PRODUCTS:
         return dequantize_rows(data, qtype, rows, cols).view(shape)
     out = torch.empty(shape, dtype=torch.float32)
     _cpu.dequantize(data.data_ptr(), qtype.id, rows, cols, out.data_ptr())
@@ -229,158 +219,6 @@ def quantize(x: torch.Tensor, qtype: QuantType) -> torch.Tensor:
 def quantized_types() -> tuple[str, ...]:
     """The names of the types that `quantize` writes."""
     return tuple(BY_ID[number].name for number in sorted(_ENCODED))
-
-
-def moe_ffn(
-    layout: ExpertLayout,
-    batch: ExpertBatch,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    name: str = "silu",
-    weights: torch.Tensor | None = None,
-) -> None:
-    """As `kernels.moe_ffn`, all experts in one call.
-
-    Raises `ValueError` for a batch that does not fit, `UnsupportedError` for an unknown section layout.
-    """
-    act = activation(name)
-    _, plan, inner, width = _plans.get(id(layout)) or _make_plan(layout)
-    rounded = plan is not None and x.dtype == torch.uint8
-    check_batch(
-        layout, width, batch, x, out, weights, plan.rounded_bytes() if plan is not None and rounded else 0
-    )
-    if plan is None:
-        _ffn_dequantized(layout, inner, batch, x, out, act, weights)
-        return
-    plan.run(
-        [slot.data_ptr() for slot in batch.slots],
-        list(batch.counts),
-        batch.token.data_ptr(),
-        batch.dest.data_ptr(),
-        batch.token.shape[0],
-        0 if rounded else x.data_ptr(),
-        x.data_ptr() if rounded else 0,
-        x.shape[0],
-        0 if weights is None else weights.data_ptr(),
-        len(out if weights is None else weights),
-        out.data_ptr(),
-        *act.numbers,
-    )
-
-
-def expert_input(layout: ExpertLayout, tokens: int) -> torch.Tensor:
-    """As `kernels.expert_input`: uint8, or float32 for types without a product of their own."""
-    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
-    if plan is None:
-        return empty((tokens, width))
-    return empty((tokens, plan.rounded_bytes()), torch.uint8)
-
-
-def put_tokens(layout: ExpertLayout, x: torch.Tensor, room: torch.Tensor) -> None:
-    """As `kernels.put_tokens`. Raises `ValueError` for tensors that do not fit."""
-    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
-    check_tensor("x", x, torch.float32, 2, _CPU)
-    check_tensor("room", room, torch.float32 if plan is None else torch.uint8, 2, _CPU)
-    wanted = (len(x), width if plan is None else plan.rounded_bytes())
-    if x.shape[1] != width or room.shape != wanted:
-        raise ValueError(
-            f"x {tuple(x.shape)} and room {tuple(room.shape)} are not of tokens for experts of width {width}"
-        )
-    if plan is None:
-        room.copy_(x)
-    else:
-        plan.round(x.data_ptr(), len(x), room.data_ptr())
-
-
-def moe_token(
-    layout: ExpertLayout,
-    experts: ResidentExperts,
-    ids: torch.Tensor,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    name: str = "silu",
-) -> torch.Tensor | None:
-    """out[j] = the expert ids[0, j] applied to x, as `moe_ffn` does, if all of them are in memory.
-
-    ids [1, k], x [1, D], out [k, D]. Returns whether it did, as a tensor for `aside` (int64, one number, 0 or 1);
-    None if it never can, for types without a product of their own. Raises `ValueError` for tensors that do not fit.
-    """
-    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
-    if plan is None:
-        return None
-    check_token(ids, x, out, width)
-    if (tape := recording()) is not None:
-        tape.keep(plan, experts)
-    done = empty((1,), torch.int64, lasting=True)
-    plan.run_resident(
-        experts.addresses.data_ptr(),
-        experts.addresses.numel(),
-        ids.data_ptr(),
-        ids.numel(),
-        x.data_ptr(),
-        out.data_ptr(),
-        *activation(name).numbers,
-        experts.hits.data_ptr(),
-        done.data_ptr(),
-    )
-    return done
-
-
-def _make_plan(layout: ExpertLayout) -> tuple[ExpertLayout, "_cpu.Plan | None", int, int]:
-    inner, width = check_layout(layout)
-    gate, up, down = (_spec(layout, name) for name in ("gate", "up", "down"))
-    fast = all(layout.sections[name].qtype.id in _PRODUCTS for name in ("gate", "up", "down"))
-    plan = _cpu.Plan(gate, up, down, layout.file_bytes) if fast else None
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[id(layout)] = known = (layout, plan, inner, width)
-    return known
-
-
-def _spec(layout: ExpertLayout, name: str) -> list[int]:
-    section = layout.sections[name]
-    if section.layout not in _LAYOUTS:
-        raise UnsupportedError(f"section layout {section.layout!r} is unknown; known: {', '.join(_LAYOUTS)}")
-    extras = [layout.sections.get(f"{name}_{extra}") for extra in ("bias", "scale")]
-    offsets = [-1 if extra is None else extra.offset for extra in extras]
-    return [section.qtype.id, _LAYOUTS[section.layout], *section.shape, section.offset, *offsets]
-
-
-def _ffn_dequantized(
-    layout: ExpertLayout,
-    inner: int,
-    batch: ExpertBatch,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    act: Activation,
-    weights: torch.Tensor | None,
-) -> None:
-    """The same as one fused call, expert by expert and product by product, for types without a product."""
-    check_indices(batch, x.shape[0], len(out if weights is None else weights))
-    ends = list(accumulate(batch.counts))
-    for slot, count, end in zip(batch.slots, batch.counts, ends, strict=True):
-        for begin in range(end - count, end, _PAIRS):
-            some = slice(begin, min(begin + _PAIRS, end))
-            tokens, dest = batch.token[some].long(), batch.dest[some].long()
-            rows = x[tokens]
-            gate = _expert_product(layout, slot, "gate", rows)
-            up = _expert_product(layout, slot, "up", rows)
-            _cpu.glu(*act.numbers, gate.data_ptr(), up.data_ptr(), gate.data_ptr(), len(rows), inner)
-            deliver(_expert_product(layout, slot, "down", gate), tokens, dest, out, weights)
-
-
-def _expert_product(layout: ExpertLayout, slot: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
-    section = layout.sections[name]
-    y = linear(Weight(_section_bytes(slot, section), section.qtype, (section.shape[0], section.shape[1])), x)
-    if scale := layout.sections.get(f"{name}_scale"):
-        y *= _section_bytes(slot, scale).clone().view(torch.float32)
-    if bias := layout.sections.get(f"{name}_bias"):
-        y += _section_bytes(slot, bias).clone().view(torch.float32)
-    return y
-
-
-def _section_bytes(slot: torch.Tensor, section: Section) -> torch.Tensor:
-    return slot[section.offset : section.offset + section.nbytes]
 
 
 def short_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 The reference for other kernels, and what a GPU computes with. Activations are not rounded here.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -81,14 +83,21 @@ def moe_ffn(
     _, width = check_layout(layout)
     check_batch(layout, width, batch, x, out, weights)
     check_indices(batch, x.shape[0], len(out if weights is None else weights))
+    for slot, tokens, dest in pairs_by_expert(batch):
+        rows = x[tokens]
+        hidden = glu(act, _product(layout, slot, "gate", rows), _product(layout, slot, "up", rows))
+        deliver(_product(layout, slot, "down", hidden), tokens, dest, out, weights)
+
+
+def pairs_by_expert(batch: ExpertBatch, most: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each slot with the tokens and the dest (int64) of its pairs, at most `most` of them at a time."""
     begin = 0
     for slot, count in zip(batch.slots, batch.counts, strict=True):
-        if count:
-            tokens, dest = (i[begin : begin + count].long() for i in (batch.token, batch.dest))
-            rows = x[tokens]
-            hidden = glu(act, _product(layout, slot, "gate", rows), _product(layout, slot, "up", rows))
-            deliver(_product(layout, slot, "down", hidden), tokens, dest, out, weights)
-        begin += count
+        end, step = begin + count, most or max(count, 1)
+        for first in range(begin, end, step):
+            some = slice(first, min(first + step, end))
+            yield slot, batch.token[some].long(), batch.dest[some].long()
+        begin = end
 
 
 def deliver(found: Tensor, tokens: Tensor, dest: Tensor, out: Tensor, weights: Tensor | None) -> None:
