@@ -242,6 +242,18 @@ def test_a_command_that_takes_too_long_is_interrupted_and_its_memory_known() -> 
     assert block.peak > 200 << 20
 
 
+def test_a_command_is_interrupted_though_this_process_ignores_that() -> None:
+    """As in a shell's background job, whose children inherit it."""
+    script = (
+        "import signal; from leanmoe.bench.cgroup import Group; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "print(Group(()).run(['sleep', '600'], seconds=0).returncode)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout == f"{-signal.SIGINT}\n"
+
+
 def test_a_killed_command_is_known_from_its_group() -> None:
     with memory_limit(64 << 20) as group:
         done = group.run(

@@ -86,7 +86,14 @@ class Group:
         source = Path(os.devnull) if stdin is None else stdin
         with source.open("rb") as given, TemporaryFile() as out, TemporaryFile() as err:
             begun = time.perf_counter()
-            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                preexec_fn=_interruptible,
+            )
             in_time, status, peak = _wait(process, begun, seconds)
             taken = time.perf_counter() - begun
             for file in (out, err):
@@ -101,6 +108,11 @@ class Group:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
         return 0
+
+
+def _interruptible() -> None:
+    """Undoes what a command would inherit from a shell's background job, which ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait(process: "subprocess.Popen[bytes]", begun: float, seconds: float) -> tuple[bool, int, int]:
