@@ -71,6 +71,7 @@ def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Obs
     tokenizer = file_tokenizer(pack.trunk, spec.vocab)
     pack = replace(pack, trunk=pack.trunk.without_vocabulary())  # which is the tokenizer's now
     config, plan = _planned(pack, spec, config)
+    watched = bool(observers or config.recording)
     learner: Learner | None = None
     if pack.manifest.layers:
         learner = Learner(pack, config.recording_bytes, probabilities=config.record_probabilities)
@@ -79,7 +80,7 @@ def open_model(path: str | Path, config: EngineConfig, observers: SequenceOf[Obs
         pool = _open_pool(pack, spec, plan, config, observers)
         if pool is not None:
             undo.callback(pool.close)
-        decoder = _load(pack, spec, plan, pool)
+        decoder = _load(pack, spec, plan, pool, whole=watched)
         undo.callback(decoder.close)
         warming = _use_profile(pack, config, learner, pool, decoder)
         sequence = Sequence(decoder.new_state(plan.context, KV_TYPES[config.kv_type]))
@@ -136,8 +137,8 @@ def _open_pool(
     )
 
 
-def _load(pack: Pack, spec: ModelSpec, plan: MemoryPlan, pool: ExpertPool | None) -> Decoder:
-    """Reads the trunk, each layer to the device that the plan has for it."""
+def _load(pack: Pack, spec: ModelSpec, plan: MemoryPlan, pool: ExpertPool | None, *, whole: bool) -> Decoder:
+    """Reads the trunk, each layer to the device that the plan has for it. `whole` as `Decoder` has it."""
     where = [torch.device(d.device) for d in plan.devices for _ in d.layers]
 
     def device_of(name: str) -> torch.device:
@@ -146,7 +147,7 @@ def _load(pack: Pack, spec: ModelSpec, plan: MemoryPlan, pool: ExpertPool | None
         return where[0] if name == "token_embd.weight" else where[-1]
 
     trunk = Trunk.load(pack.trunk, pack.trunk_digest, device_of)
-    decoder = Decoder(spec, trunk, pool, where)
+    decoder = Decoder(spec, trunk, pool, where, whole=whole)
     trunk.check_all_taken()
     return decoder
 

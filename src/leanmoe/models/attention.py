@@ -1,5 +1,7 @@
 """Grouped-query attention over the KV caches of the sequences in a batch."""
 
+from collections.abc import Sequence
+
 import torch
 
 from leanmoe.kernels import add, contiguous, linear, linear_group, sigmoid_gate
@@ -26,7 +28,8 @@ class Attention:
         self.q = trunk.weight(prefix + "attn_q.weight", q_size * (2 if a.gated else 1), spec.hidden)
         self.k = trunk.weight(prefix + "attn_k.weight", kv_size, spec.hidden)
         self.v = None if a.shared_kv else trunk.weight(prefix + "attn_v.weight", kv_size, spec.hidden)
-        self.project = linear_group([w for w in (self.q, self.k, self.v) if w is not None])
+        remembered = [self.k] if self.v is None else [self.k, self.v]
+        self.project, self.project_remembered = linear_group([self.q, *remembered]), linear_group(remembered)
         self.out = trunk.weight(prefix + "attn_output.weight", spec.hidden, q_size)
         self.q_bias = None if a.gated else trunk.vector_if_present(prefix + "attn_q.bias", q_size)
         self.k_bias = trunk.vector_if_present(prefix + "attn_k.bias", kv_size)
@@ -52,22 +55,17 @@ class Attention:
     def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """h [N, hidden] -> [N, hidden]; stores the keys and values of all N tokens in their sequences."""
         a = self.spec
-        made = self.project(self.norm(h))
-        q, k = _biased(made[0], self.q_bias), _biased(made[1], self.k_bias)
-        v = k if self.v is None else _biased(made[2], self.v_bias)
+        q, *made = self.project(self.norm(h))
+        turn = tables.of(self.rope, h.device)
+        k, v = self._keys_and_values(made, turn)
+        q = _biased(q, self.q_bias)
         if a.gated:
             q, gate = (contiguous(t) for t in q.view(-1, a.heads, 2, a.head_dim).unbind(2))
             q, gate = q.view(len(h), -1), gate.view(len(h), -1)
         if a.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.view(-1, n, a.head_dim) for t, n in ((q, a.heads), (k, a.kv_heads), (v, a.kv_heads)))
-        if a.v_norm:
-            v = self.v_norm(v)
-        turn = tables.of(self.rope, h.device)
-        by_head = a.qk_norm == "head"
-        mixed = q  # whose memory nobody needs once it is turned
-        q = self.rope.apply(q, turn, self.q_norm if by_head else None)
-        k = self.rope.apply(k, turn, self.k_norm if by_head else None)
+            q = self.q_norm(q)
+        mixed = q = q.view(-1, a.heads, a.head_dim)  # whose memory nobody needs once it is turned
+        q = self.rope.apply(q, turn, self.q_norm if a.qk_norm == "head" else None)
         if len(batch.segments) == 1:
             self._mix(batch.segments[0], q, k, v, mixed)
         else:
@@ -77,6 +75,27 @@ class Attention:
         if a.gated:
             mixed = sigmoid_gate(mixed, gate)
         return _biased(linear(self.out, mixed), self.out_bias)
+
+    def remember(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> None:
+        """As `Mixer` says."""
+        made = self.project_remembered(self.norm(h))
+        k, v = self._keys_and_values(made, tables.of(self.rope, h.device))
+        for s in batch.segments:
+            s.state.kv(self.layer).extend(s.start, k[s.rows], v[s.rows])
+
+    def _keys_and_values(
+        self, made: Sequence[torch.Tensor], turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is remembered of N tokens, [N, kv_heads, D] each, of the products [N, kv_heads * D]."""
+        a = self.spec
+        k = _biased(made[0], self.k_bias)
+        v = k if self.v is None else _biased(made[1], self.v_bias)
+        if a.qk_norm == "full":
+            k = self.k_norm(k)
+        k, v = (t.view(-1, a.kv_heads, a.head_dim) for t in (k, v))
+        if a.v_norm:
+            v = self.v_norm(v)
+        return self.rope.apply(k, turn, self.k_norm if a.qk_norm == "head" else None), v
 
     def _mix(
         self, s: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mixed: torch.Tensor

@@ -58,11 +58,12 @@ class Batch:
         return Phase.PREFILL if len(self.tokens) > len(self.segments) else Phase.DECODE
 
     def part(self, rows: slice) -> "Batch":
-        """These rows as a batch of which no logits are wanted. What comes before them must have been through it."""
+        """These rows as a batch. What comes before them must have been through it."""
         if rows == slice(0, len(self.tokens)):
             return self
         segments = tuple(part for s in self.segments if (part := s.within(rows)))
-        return Batch(self.tokens[rows], self.positions[rows], segments, self.logit_rows[:0])
+        wanted = self.logit_rows[(self.logit_rows >= rows.start) & (self.logit_rows < rows.stop)] - rows.start
+        return Batch(self.tokens[rows], self.positions[rows], segments, wanted)
 
     @classmethod
     def of(cls, parts: Sequence[tuple[SequenceState, Sequence[int]]], *, all_logits: bool = False) -> "Batch":

@@ -44,6 +44,9 @@ class Mixer(Protocol):
     def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """States h [N, hidden] -> what is to be added to them; takes the N tokens into their sequences' memories."""
 
+    def remember(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> None:
+        """Only takes the N tokens into their sequences' memories."""
+
 
 # Kind of `MixerSpec` -> its layer class, made from (trunk, model spec, mixer spec, layer, norm).
 _MIXERS: dict[type, Any] = {
@@ -105,6 +108,18 @@ class Layer:
             x = self._fed(x, phase, x)
         return scaled(x, self.output_scale)
 
+    def of_wanted(self, x: torch.Tensor, batch: Batch, through: Sequence[Part]) -> torch.Tensor:
+        """x [N, hidden] -> [rows wanted, hidden]. Parts without any are only remembered."""
+        states = []
+        for part in through:
+            h, wanted = x[part.rows], part.batch.logit_rows
+            if len(wanted):
+                h = self._plus(h, self._mixed(h, part), self.post1)
+                states.append(h[wanted.to(h.device)])
+            else:
+                self.mixer.remember(h, part.batch, part.tables)
+        return scaled(self._fed(torch.cat(states), batch.phase), self.output_scale)
+
     def _fed(self, h: torch.Tensor, phase: Phase, out: torch.Tensor | None = None) -> torch.Tensor:
         """h and what the FFN adds to it, which may be in the memory of h, or in that of `out`."""
         if isinstance(self.ffn, MoE) and self.post2 is None and self.scale == 1.0:
@@ -131,7 +146,11 @@ class Layer:
 
 
 class Decoder:
-    """A network over a trunk in memory and a pool of experts; `devices[i]` computes layer i."""
+    """A network over a trunk in memory and a pool of experts; `devices[i]` computes layer i.
+
+    The last layer of a prompt is computed for the tokens whose logits are wanted, unless it is to be `whole` for those
+    who watch its routing.
+    """
 
     def __init__(
         self,
@@ -139,8 +158,10 @@ class Decoder:
         trunk: Trunk,
         pool: ExpertPool | None,
         devices: list[torch.device],
+        *,
+        whole: bool = False,
     ) -> None:
-        self.spec, self.devices = spec, devices
+        self.spec, self.devices, self._whole = spec, devices, whole
         self.embedding = trunk.weight("token_embd.weight", spec.vocab, spec.hidden)
         self.layers = [Layer(trunk, spec, i, pool) for i in range(spec.layers)]
         if pool is not None:
@@ -179,7 +200,8 @@ class Decoder:
         for device in dict.fromkeys(self.devices):
             moes, gates = self._gates(device)
             for moe, gate in zip(moes, gates[1:], strict=False):
-                moe.foresight = Foresight(pool, gate)
+                if self._whole or gate.layer < len(self.layers) - 1:
+                    moe.foresight = Foresight(pool, gate)
             if pool.predicting:
                 for moe, ahead in zip(moes, attach(pool, gates), strict=True):
                     moe.look_ahead = ahead
@@ -204,7 +226,7 @@ class Decoder:
         try:
             with working_in(self._workspace) if len(batch.tokens) > 1 else nullcontext():
                 x = self._steps(batch) if cancelled is None else self._through(batch, cancelled)
-                x = x[batch.logit_rows.to(x.device)]  # a copy
+                x = x[batch.logit_rows.to(x.device)] if len(x) > len(batch.logit_rows) else x.clone()
         except BaseException:
             for s in batch.segments:
                 s.state.abandon(s.rows.stop - s.rows.start)
@@ -216,7 +238,7 @@ class Decoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def _through(self, batch: Batch, cancelled: Callable[[], bool] | None) -> torch.Tensor:
-        """The states [N, hidden] after the last layer."""
+        """The states after the last layer, [N, hidden] or those of the rows wanted alone."""
         x = scaled(embed(self.embedding, batch.tokens), self.spec.embedding_scale)
         through = []
         for rows in parts(len(batch.tokens)):
@@ -226,5 +248,13 @@ class Decoder:
             if cancelled is not None and cancelled():
                 raise Cancelled
             turn()
-            x = layer(x.to(device), batch.phase, through)
+            x = x.to(device)
+            if layer is self.layers[-1] and self._is_cut(batch):
+                x = layer.of_wanted(x, batch, through)
+            else:
+                x = layer(x, batch.phase, through)
         return x
+
+    def _is_cut(self, batch: Batch) -> bool:
+        """Whether the last layer leaves tokens out. Of several sequences it would not be known whose they are."""
+        return not self._whole and len(batch.segments) == 1 and 0 < len(batch.logit_rows) < len(batch.tokens)

@@ -74,6 +74,10 @@ class DeltaNet:
         y = glu(z, self.out_norm(mixed).view(len(x), -1), "silu")
         return linear(self.out, y)
 
+    def remember(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> None:
+        """As `Mixer` says."""
+        self(h, batch, tables)  # most of which is taking them in
+
     def _qkv_and_gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, hidden] -> the channels before the convolution: all q, all k, all v [N, channels], and the gate."""
         if not self.fused:

@@ -49,9 +49,7 @@ class LatentAttention:
     def __call__(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> torch.Tensor:
         """h [N, hidden] -> [N, hidden]; stores an entry for each of the N tokens in its sequence."""
         a, x, turn = self.spec, self.norm(h), tables.of(self.rope, h.device)
-        entries = linear(self.down, x)
-        keys = self.rope.apply(entries[:, None, a.latent :], turn)[:, 0]
-        entries = torch.cat((self.latent_norm(entries[:, : a.latent]), keys), dim=-1)
+        entries = self._entries(x, turn)
         queries = self._queries(x, turn)
         mixed = torch.empty_like(queries)
         for s in batch.segments:
@@ -66,6 +64,18 @@ class LatentAttention:
                 _attend(queries[s.rows], state.extend(s.start, entries[s.rows]), a.scale, mixed[s.rows])
         values = linear_each(self.from_latent, mixed[..., : a.latent].contiguous())
         return linear(self.out, values.flatten(1))
+
+    def remember(self, h: torch.Tensor, batch: Batch, tables: RopeTables) -> None:
+        """As `Mixer` says."""
+        entries = self._entries(self.norm(h), tables.of(self.rope, h.device))
+        for s in batch.segments:
+            s.state.latents(self.layer).extend(s.start, entries[s.rows])
+
+    def _entries(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """What is remembered of N tokens, [N, entry]: the latents, and the keys that were turned."""
+        latent, entries = self.spec.latent, linear(self.down, x)
+        keys = self.rope.apply(entries[:, None, latent:], turn)[:, 0]
+        return torch.cat((self.latent_norm(entries[:, :latent]), keys), dim=-1)
 
     def _queries(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Each head's query for entries [N, heads, entry]."""

@@ -23,7 +23,7 @@ class Steps:
         self._step: _Step | None = None
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The states [N, hidden] after the last layer."""
+        """What `through` returns: states after the last layer, [1, hidden] of one token."""
         segment = batch.segments[0]
         alone = len(batch.tokens) == 1 and segment.state.mark is None  # saving a checkpoint is not recorded
         if not alone or not self._recorded or not self._lock.acquire(blocking=False):
