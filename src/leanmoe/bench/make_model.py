@@ -1,7 +1,8 @@
 """Models of public shapes with random weights: `python -m leanmoe.bench.make_model SHAPE OUT`.
 
 A GGUF, its header alone (`--header-only`, for `lean plan`), or a pack (`--pack`, where the disk has no room for
-both). With `--locality` it routes as on real text, in any engine, and says a fixed sequence of words.
+both). With `--locality` it routes as on real text, in any engine, and says a fixed sequence of words; `--text N` writes
+the first so many of them, for a prompt.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from leanmoe.bench.random_model.files import RandomSource, virtual_file, write_g
 from leanmoe.bench.random_model.mixtures import MIXTURES
 from leanmoe.bench.random_model.networks import network
 from leanmoe.bench.random_model.shapes import SHAPES, Shape
+from leanmoe.bench.random_model.vocabulary import vocabulary, words
 from leanmoe.bench.random_model.weights import Weights
 from leanmoe.errors import BudgetError, LeanError, UsageError
 from leanmoe.pack import PackProgress, pack_source
@@ -41,12 +43,8 @@ def make_model(
     Raises `UsageError`, and `BudgetError` if the disk is too small.
     """
     name = shape if isinstance(shape, str) else shape.architecture
-    if isinstance(shape, str):
-        if shape not in SHAPES:
-            raise UsageError(f"shape '{shape}' is unknown; known: {', '.join(SHAPES)}")
-        shape = SHAPES[shape]
-    if os.path.lexists(out):
-        raise UsageError(f"{out}: already exists; delete it, or give another name")
+    shape = _known(shape)
+    _absent(out)
     if pack and header_only:
         raise UsageError("--pack and --header-only exclude each other")
     made = network(shape, layers=layers, experts=experts, prediction=prediction)
@@ -72,6 +70,41 @@ def make_model(
     return weights
 
 
+def make_text(shape: str | Shape, tokens: int, seed: int = 0) -> str:
+    """So many tokens of words in the order in which a model with locality says them, whatever its layers.
+
+    A prompt of them is routed as one of real text is: a topic after the other, each with words of its own. Raises
+    `UsageError` if the vocabulary is too small for words.
+    """
+    shape = _known(shape)
+    walk = Weights(network(shape), seed, locality=True).walk
+    known = words(vocabulary(shape.vocab))
+    if not known:
+        raise UsageError(f"a vocabulary of {shape.vocab} tokens has no words")
+    assert walk is not None
+    said: list[str] = []
+    token = 0
+    while len(said) < tokens:
+        token = walk.successor(token)
+        if token in known:
+            said.append(known[token])
+    return "".join(said)
+
+
+def _known(shape: str | Shape) -> Shape:
+    if not isinstance(shape, str):
+        return shape
+    if shape not in SHAPES:
+        raise UsageError(f"shape '{shape}' is unknown; known: {', '.join(SHAPES)}")
+    return SHAPES[shape]
+
+
+def _absent(path: Path) -> Path:
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: already exists; delete it, or give another name")
+    return path
+
+
 def _free_bytes(path: Path) -> int:
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
@@ -91,7 +124,10 @@ def main() -> None:
         epilog=f"Shapes: {', '.join(SHAPES)}.",
     )
     parser.add_argument("shape", metavar="SHAPE", help="which model's shape")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the GGUF file or pack to write")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the GGUF file, pack or text to write")
+    parser.add_argument(
+        "--text", metavar="N", type=int, help="no model, but N tokens of what one with --locality says"
+    )
     parser.add_argument("--layers", type=int, help="only the first so many")
     parser.add_argument(
         "--experts", type=int, help="so many in each layer; a token uses as many as the shape says"
@@ -105,6 +141,11 @@ def main() -> None:
     parser.add_argument("--mtp", action="store_true", help="with the layers for multi-token prediction")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.text is not None:
+        text = make_text(options.shape, options.text, options.seed)
+        with _absent(options.out).open("x", encoding="ascii") as file:
+            file.write(text)
+        return
     make_model(
         options.shape,
         options.out,
