@@ -3,11 +3,13 @@
 A token's embedding is a sum of random directions: one that all tokens share, its topic's, its phrase's, its
 word's, and its own. Routers are random, so two tokens share as many experts as their embeddings have in common,
 in every layer anew. The output row of each token points along its predecessor's own direction: greedy decoding
-walks through the whole vocabulary, topic by topic, in a fixed order. The embedding dominates the residual stream,
-so this holds whatever the layers add, and for any number of them.
+walks through the whole vocabulary, topic by topic, in a fixed order. The layers add random directions, as much as
+the embedding and more where there are many: little enough that the walk goes on, and so much that the router of the
+next layer, applied to the present state, names as many of its picks as in real models.
 
 The shares of the sum are set by the routing trace of a real model (Qwen3-30B-A3B, 128 experts, decoding 128
-tokens): an LRU cache of 12 / 24 % of the experts hits 56 / 80 %.
+tokens): an LRU cache of 12 / 24 % of the experts hits 56 / 80 %. The more the layers add, the more embeddings have
+in common.
 """
 
 import math
@@ -19,8 +21,12 @@ from leanmoe.bench.random_model.blocks import F32, U8
 from leanmoe.bench.random_model.shapes import Shape
 from leanmoe.bench.random_model.vocabulary import SPECIAL
 
-# Shares of an embedding's variance at 8 experts of 128: what all tokens have in common, topic, phrase, word.
-_SHARES = np.array([0.1, 0.52, 0.2, 0.1])
+ADDED = 1.38
+"""The most that all layers together may add to the residual stream, beside the embedding's mean square of 1."""
+
+# Shares of an embedding's variance at 8 experts of 128: what all tokens have in common, topic, phrase, word; where
+# layers add nothing, and where they add `ADDED`.
+_SHARES = np.array([[0.1, 0.52, 0.2, 0.1], [0.14, 0.55, 0.18, 0.06]])
 _TOPICS, _PHRASES, _WORDS = 64, 1024, 500
 _TOPIC_TOKENS, _PHRASE_TOKENS = 150, 2  # mean lengths
 _OUTPUT_LOGIT = 14.0  # of the walk's next token; the others' have a standard deviation of about 1
@@ -31,13 +37,15 @@ Directions = npt.NDArray[np.int8]
 class Walk:
     """A vocabulary's order and what its tokens have in common. Memory: `vocab` times `hidden` bits.
 
-    `rng` decides all of it.
+    `rng` decides all of it; `added` is what the layers add, of `ADDED` at most.
     """
 
-    def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
+    def __init__(self, shape: Shape, rng: np.random.Generator, added: float) -> None:
         self._hidden, self._count = shape.hidden, shape.vocab - len(SPECIAL)
-        most = (1 - _least_own(shape)) / _SHARES.sum()
-        shares = _SHARES * min(_sharing(shape.top_k / shape.experts), most)
+        few, many = _SHARES
+        shares = few + (many - few) * added / ADDED
+        most = (1 - _least_own(shape, added)) / shares.sum()
+        shares *= min(_sharing(shape.top_k / shape.experts), most)
         self._gains = np.sqrt([*shares, 1 - shares.sum()]).astype(np.float32)
         n = self._count
         self._order = rng.permutation(n)
@@ -78,17 +86,17 @@ class Walk:
 
 
 def _sharing(used: float) -> float:
-    """What `_SHARES` are multiplied by where the share `used` of all experts is picked: the fewer, the more
+    """What the shares are multiplied by where the share `used` of all experts is picked: the fewer, the more
     experts two tokens have in common for equal embeddings, beside what a cache of some size holds."""
     return min(1.05, max(0.75, 1 + 0.127 * math.log2(16 * used)))
 
 
-def _least_own(shape: Shape) -> float:
+def _least_own(shape: Shape, added: float) -> float:
     """The share of an embedding that must be its token's own for the walk's next token to lead clearly.
 
     The largest of the others' logits, which are normal, is then 0.6 of the leader's.
     """
-    return 2 * math.log(shape.vocab) / (0.6**2 * shape.hidden)
+    return (1 + added) * 2 * math.log(shape.vocab) / (0.6**2 * shape.hidden)
 
 
 def _runs(rng: np.random.Generator, n: int, mean: float) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 Matrices are random blocks with the standard deviation that keeps the network well-conditioned: whatever is normed
 before a product has mean square 1 after it, and all sublayers together add as much to the residual stream as the
-embedding put there (with locality, a fortieth of it).
+embedding put there. With locality each adds what makes the next layer's picks as hard to foresee as in real models.
 """
 
 import math
@@ -12,12 +12,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from leanmoe.bench.random_model.blocks import F32, U8, random_rows
-from leanmoe.bench.random_model.locality import Walk
+from leanmoe.bench.random_model.locality import ADDED, Walk
 from leanmoe.bench.random_model.networks import Network
 from leanmoe.convert.encode import encode
 from leanmoe.formats.gguf import TensorInfo
 
 _UNIT_BYTES = 1 << 20
+_SUBLAYER = (
+    0.12  # root mean square of what a sublayer adds to the embedding's 1, with locality, up to `ADDED` in all
+)
 _SWIGLU_RMS = 0.6  # of what the last product of an FFN reads
 _ROUTER_STD = 1.2
 _OUTPUT_STD = 2.0
@@ -28,9 +31,9 @@ class Weights:
 
     def __init__(self, made: Network, seed: int, *, locality: bool) -> None:
         self._made, self._seed = made, seed
-        self.walk = Walk(made.shape, self._random("walk", 0)) if locality else None
-        total = 0.15 if locality else 1.0
-        self._sublayer = total / math.sqrt(2 * made.blocks)
+        added = min(ADDED, 2 * made.blocks * _SUBLAYER**2) if locality else 1.0
+        self._sublayer = math.sqrt(added / (2 * made.blocks))
+        self.walk = Walk(made.shape, self._random("walk", 0), added) if locality else None
 
     @staticmethod
     def unit_bytes(tensor: TensorInfo) -> int:
