@@ -12,7 +12,7 @@ PREFETCH_MODES: tuple[Prefetch, ...] = ("off", "auto", "on")
 PREDICTORS: tuple[Predictor, ...] = ("gate", "transitions", "both")
 DEFAULT_WARM_SECONDS = 10.0
 DEFAULT_POLICY = "auto"
-DEFAULT_PREFETCH: Prefetch = "off"
+DEFAULT_PREFETCH: Prefetch = "auto"
 DEFAULT_READERS = 4
 MAX_PREFETCH_LEVEL = 16
 VERIFY_MODES: tuple[Verify, ...] = ("first", "always", "never")
@@ -129,8 +129,8 @@ class EngineConfig:
         prefetch, level = self.prefetch, self.prefetch_level
         if prefetch is None:
             prefetch, level = best.prefetch, best.prefetch_level
-            if prefetch == "on" and readers == 1:  # the reader threads were asked for, this was not
-                prefetch, level = DEFAULT_PREFETCH, None
+            if readers == 1:  # which was asked for; it is kept for demand
+                prefetch, level = "off", None
         return replace(
             self,
             policy=self.policy or best.policy,
