@@ -54,7 +54,7 @@ PrefetchMode = Annotated[
     Prefetch | None,
     typer.Option(
         "--prefetch",
-        help="Read experts before they are asked for: auto where it makes tokens faster. [default: as tuned, else auto]",
+        help="Read experts ahead: auto where it makes tokens faster. [default: as tuned, else auto]",
     ),
 ]
 PrefetchLevel = Annotated[
