@@ -18,9 +18,8 @@ from leanmoe.convert.encode import encode
 from leanmoe.formats.gguf import TensorInfo
 
 _UNIT_BYTES = 1 << 20
-_SUBLAYER = (
-    0.12  # root mean square of what a sublayer adds to the embedding's 1, with locality, up to `ADDED` in all
-)
+# With locality: the root mean square of what a sublayer adds to the embedding's 1, up to `ADDED` in all.
+_SUBLAYER = 0.12
 _SWIGLU_RMS = 0.6  # of what the last product of an FFN reads
 _ROUTER_STD = 1.2
 _OUTPUT_STD = 2.0
