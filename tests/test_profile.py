@@ -38,6 +38,19 @@ def test_a_profile_counts_picks_and_successors():
     assert profile.hottest()[0][1] == int(np.bincount(picks[profile.hottest()[0][0]].ravel()).argmax())
 
 
+def test_a_layer_that_fewer_tokens_went_through_is_as_hot_and_as_foreseeable():
+    """Of prompts the last layer only sees the last tokens: by counts it would be warmed last, and never foreseen."""
+    trace, last = made_up(SIZES, 12, 2, 400, seed=3), 3
+    whole, cut = RoutingProfile(IDENTITY), RoutingProfile(IDENTITY)
+    whole.learn(trace)
+    cut.learn(trace.only((trace.rows["layer"] != last) | (trace.rows["token"] % 4 == 0)))
+    assert cut.tokens[last] == pytest.approx(whole.tokens[last] / 4, rel=0.1)
+    share = [sum(layer == last for layer, _ in profile.hottest()[:16]) for profile in (whole, cut)]
+    assert abs(share[0] - share[1]) <= 2
+    foreseen = [profile.after(2, range(12), 1).sum() for profile in (whole, cut)]
+    assert foreseen[1] == pytest.approx(foreseen[0], rel=0.1)
+
+
 def test_an_empty_profile_predicts_evenly():
     profile = RoutingProfile(IDENTITY)
     assert profile.popularity(0).tolist() == pytest.approx([2 / 12] * 12)

@@ -40,6 +40,7 @@ _SUCCESSOR_BYTES = 16 << 20  # of all successors together; but at least _FEWEST 
 _FEWEST, _MOST = 8, 32
 # What a layer's popularity counts for beside the successors of an expert, in picks of that expert. Little: an
 # expert seldom picked says most about what follows (docs/experts.md).
+_FEW = 1e-6  # tokens, in place of none
 _PRIOR_PICKS = 0.1
 # Routers are kept in float by most quantisations and in 8 bits by some: far closer than other weights are.
 _SAME_FINGERPRINT = 0.02
@@ -146,13 +147,15 @@ class RoutingProfile:
         followed = np.zeros((len(picks), self.counts.shape[1]), np.float32)
         ids, counts = self.successors[row, distance - 1, picks], self.follow[row, distance - 1, picks]
         np.put_along_axis(followed, ids.astype(np.intp), counts, axis=1)
-        seen = self.counts[row, picks][:, None] + np.float32(_PRIOR_PICKS)
+        # Of a prompt's tokens most may not have gone through the last layer.
+        known = min(1.0, float(self.tokens[row + distance] / max(self.tokens[row], _FEW)))
+        seen = known * self.counts[row, picks][:, None] + np.float32(_PRIOR_PICKS)
         chances: _Floats = (followed[:, : len(prior)] + prior) / seen
         return chances
 
     def hottest(self) -> list[Key]:
-        """All experts that were ever picked, the most popular first."""
-        order = np.argsort(-self.counts, axis=None, kind="stable")
+        """All experts that were ever picked, those first that most of their layer's tokens picked."""
+        order = np.argsort(-self.counts / np.maximum(self.tokens, _FEW)[:, None], axis=None, kind="stable")
         width = self.counts.shape[1]
         flat = self.counts.ravel()
         return [(self.layers[i // width], int(i % width)) for i in order.tolist() if flat[i] > 0]
