@@ -277,7 +277,7 @@ WIDE = replace(SHAPES["qwen3-30b-a3b"], vocab=16384, expert_width=64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [4, 16, 48])
+@pytest.mark.parametrize("layers", [4, 6, 16, 48])
 def test_locality_is_the_same_in_a_large_model_and_for_any_number_of_layers(
     layers: int, tmp_path: Path
 ) -> None:
@@ -288,7 +288,7 @@ def test_locality_is_the_same_in_a_large_model_and_for_any_number_of_layers(
     requests = list(trace.requests())
     for share, wanted in ((0.12, 0.56), (0.24, 0.80)):
         plan = plan_for(trace, int(trace.expert_bytes * share))
-        assert replay(requests, plan, policy_named("lru")).hit_rate == pytest.approx(wanted, abs=0.06)
+        assert replay(requests, plan, policy_named("lru")).hit_rate == pytest.approx(wanted, abs=0.05)
 
 
 @pytest.mark.slow

@@ -142,9 +142,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.text is not None:
-        text = make_text(options.shape, options.text, options.seed)
-        with _absent(options.out).open("x", encoding="ascii") as file:
-            file.write(text)
+        out = _absent(options.out)
+        out.write_text(make_text(options.shape, options.text, options.seed), encoding="ascii")
         return
     make_model(
         options.shape,

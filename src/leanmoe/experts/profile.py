@@ -40,8 +40,8 @@ _SUCCESSOR_BYTES = 16 << 20  # of all successors together; but at least _FEWEST 
 _FEWEST, _MOST = 8, 32
 # What a layer's popularity counts for beside the successors of an expert, in picks of that expert. Little: an
 # expert seldom picked says most about what follows (docs/experts.md).
-_FEW = 1e-6  # tokens, in place of none
 _PRIOR_PICKS = 0.1
+_FEW = 1e-6  # tokens, in place of none
 # Routers are kept in float by most quantisations and in 8 bits by some: far closer than other weights are.
 _SAME_FINGERPRINT = 0.02
 

@@ -98,8 +98,7 @@ class Layer:
             h = self._plus(x, self._mixed(x, through[0]), self.post1)
             return scaled(self._fed(h, phase), self.output_scale)
         for part in through:
-            h = x[part.rows]
-            self._plus(h, self._mixed(h, part), self.post1, h)
+            self._mix_in(x, part)
         if self.moe is None:
             for part in through:
                 h = x[part.rows]
@@ -109,16 +108,18 @@ class Layer:
         return scaled(x, self.output_scale)
 
     def of_wanted(self, x: torch.Tensor, batch: Batch, through: Sequence[Part]) -> torch.Tensor:
-        """x [N, hidden] -> [rows wanted, hidden]. Parts without any are only remembered."""
-        states = []
+        """x [N, hidden], whose memory it uses -> [rows wanted, hidden]. Parts without any are only remembered."""
         for part in through:
-            h, wanted = x[part.rows], part.batch.logit_rows
-            if len(wanted):
-                h = self._plus(h, self._mixed(h, part), self.post1)
-                states.append(h[wanted.to(h.device)])
+            if len(part.batch.logit_rows):
+                self._mix_in(x, part)
             else:
-                self.mixer.remember(h, part.batch, part.tables)
-        return scaled(self._fed(torch.cat(states), batch.phase), self.output_scale)
+                self.mixer.remember(x[part.rows], part.batch, part.tables)
+        return scaled(self._fed(x[batch.logit_rows.to(x.device)], batch.phase), self.output_scale)
+
+    def _mix_in(self, x: torch.Tensor, part: Part) -> None:
+        """Adds to these rows of x what the mixer says of them."""
+        h = x[part.rows]
+        self._plus(h, self._mixed(h, part), self.post1, h)
 
     def _fed(self, h: torch.Tensor, phase: Phase, out: torch.Tensor | None = None) -> torch.Tensor:
         """h and what the FFN adds to it, which may be in the memory of h, or in that of `out`."""

@@ -20,8 +20,8 @@ def _byte_characters() -> tuple[str, ...]:
     return tuple(chr(byte if byte in printable else next(spare)) for byte in range(256))
 
 
-_BYTE_CHARACTERS = _byte_characters()
-_BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(_BYTE_CHARACTERS)}
+BYTE_CHARACTERS = _byte_characters()
+_BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 class ByteLevelBpe:
@@ -34,7 +34,7 @@ class ByteLevelBpe:
         """
         self._count = len(ids)
         vocabulary = dict(ids)
-        for character in _BYTE_CHARACTERS:
+        for character in BYTE_CHARACTERS:
             # A byte without a token still separates its neighbours, then comes to nothing: `encode` drops
             # these ids.
             vocabulary.setdefault(character, len(vocabulary))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from leanmoe.formats.gguf_values import Value
+from leanmoe.text.bpe import BYTE_CHARACTERS
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _SPACE = "Ġ"  # stands for the byte in byte-level BPE
@@ -33,14 +34,7 @@ def tokenizer_metadata(size: int, pre: str) -> dict[str, Value]:
 
 def vocabulary(size: int) -> list[str]:
     """The texts of `size` tokens: bytes, what merges make of them, `SPECIAL`."""
-    return [*_byte_alphabet(), *map("".join, _merges(size)), *SPECIAL]
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte 0..255 in byte-level BPE (the table published with GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    return [*BYTE_CHARACTERS, *map("".join, _merges(size)), *SPECIAL]
 
 
 def _merges(size: int) -> Iterator[tuple[str, str]]:
