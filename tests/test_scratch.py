@@ -8,6 +8,7 @@ import torch
 from leanmoe import LLM, kernels
 from leanmoe.engine.plan import scratch_bytes
 from leanmoe.kernels import tape, workspace
+from leanmoe.models import decoder
 from tiny_packs import MOE, TOKENS, PackTiny
 
 
@@ -36,3 +37,13 @@ def test_a_prompt_takes_no_more_than_is_planned(
         planned = scratch_bytes(llm.spec, len(tokens), 1024, kernels.get_num_threads())
     assert len(tokens) * 4 * llm.spec.hidden < most
     assert most + kernels.scratch_bytes() < planned
+
+
+def test_what_a_prompts_layers_freed_is_given_back(packed: PackTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each of them; a decode step, which needs the same little blocks again and again, keeps them."""
+    _, path = packed("qwen3moe", "Q8_0")
+    times = list[None]()
+    monkeypatch.setattr(decoder, "give_back_freed", lambda: times.append(None))
+    with LLM(path, context=1024) as llm:
+        llm.generate((TOKENS * 40)[:1000], max_tokens=4)
+        assert len(times) == llm.spec.layers

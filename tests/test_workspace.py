@@ -1,5 +1,8 @@
 """Memory of a prompt's pass: taken again, never under somebody's feet, and the kernel's afterwards."""
 
+import platform
+import subprocess
+import sys
 from threading import Thread
 
 import pytest
@@ -73,6 +76,33 @@ def test_after_the_pass_the_memory_is_given_back() -> None:
             kernels.scaled(torch.ones(8192, 2048), 2.0)
         assert resident_bytes() - before > 40 * MIB
     assert resident_bytes() - before < 20 * MIB
+
+
+_HOLES = """
+import ctypes
+from leanmoe.engine.memory import resident_bytes, return_large_blocks
+from leanmoe.kernels import give_back_freed
+return_large_blocks()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = []
+for _ in range(100):
+    blocks.append(libc.malloc(900_000))
+    ctypes.memset(blocks[-1], 1, 900_000)
+    libc.malloc(99_000)
+for block in blocks:
+    libc.free(block)
+before = resident_bytes()
+give_back_freed()
+print(before - resident_bytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_blocks_between_others_are_given_back() -> None:
+    """In a process of its own: the blocks of another's heap are where they fit."""
+    run = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 80_000_000
 
 
 def test_a_second_thread_goes_without() -> None:

@@ -28,7 +28,7 @@ from leanmoe.kernels.cpu import (
 from leanmoe.kernels.cpu_experts import moe_token
 from leanmoe.kernels.tape import Tape, addresses, aside, empty, recording, turn, working_in
 from leanmoe.kernels.types import ExpertBatch, ResidentExperts, RoutingRule, Weight
-from leanmoe.kernels.workspace import Workspace
+from leanmoe.kernels.workspace import Workspace, give_back_freed
 from leanmoe.pack.layout import ExpertLayout
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "empty",
     "expert_input",
     "get_num_threads",
+    "give_back_freed",
     "glu",
     "isa",
     "largest",

@@ -1,6 +1,5 @@
 """Exact dequantisation of the types that have no code of their own, through `gguf` where it knows them."""
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +35,8 @@ def _few_bits(blocks: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.float3
 
 
 def _through_gguf(blocks: npt.NDArray[np.uint8], qtype: QuantType) -> npt.NDArray[np.float32]:
+    import gguf  # takes a tenth of a second and 3 MB, for types that few models have
+
     try:
         values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(qtype.id))
     except (NotImplementedError, ValueError) as error:

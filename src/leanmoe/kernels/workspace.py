@@ -6,6 +6,7 @@ region that the next one is taken from, and after the pass all of it to the kern
 """
 
 import contextlib
+import ctypes
 import mmap
 import threading
 import weakref
@@ -22,6 +23,17 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has it from 3.
 _REGION_BYTES = 1 << 32
 LARGE = 1 << 18
 """Bytes from which a result is worth it; the C library gives smaller blocks out again by itself."""
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def give_back_freed() -> None:
+    """Gives the kernel what the C library keeps of freed blocks, where it is one that can (glibc).
+
+    Those of up to a megabyte, which each layer of a prompt takes and frees, leave ever more holes between small ones
+    that stay: 10 MB after 48 layers. It takes 0.3 ms.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 class Workspace:

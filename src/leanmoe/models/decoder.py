@@ -9,7 +9,19 @@ import torch
 
 from leanmoe.experts.policy import Phase
 from leanmoe.experts.pool import ExpertPool
-from leanmoe.kernels import Workspace, add, aside, embed, empty, linear, recording, scaled, turn, working_in
+from leanmoe.kernels import (
+    Workspace,
+    add,
+    aside,
+    embed,
+    empty,
+    give_back_freed,
+    linear,
+    recording,
+    scaled,
+    turn,
+    working_in,
+)
 from leanmoe.models.attention import Attention
 from leanmoe.models.batch import Batch, parts
 from leanmoe.models.delta_net import DeltaNet
@@ -249,6 +261,8 @@ class Decoder:
             if cancelled is not None and cancelled():
                 raise Cancelled
             turn()
+            if len(through) > 1:
+                give_back_freed()
             x = x.to(device)
             if layer is self.layers[-1] and self._is_cut(batch):
                 x = layer.of_wanted(x, batch, through)
