@@ -11,7 +11,8 @@
 namespace lean {
 namespace {
 
-constexpr int64_t HIDDEN_BYTES = 4 << 20;  // of hidden rows at once, as floats (or a tile for each thread) and rounded
+constexpr int64_t HIDDEN_BYTES = 4 << 20;  // of hidden rows at once, as floats (or a tile for each thread, with its tokens)
+                                           // and rounded
 constexpr int64_t PART_BYTES = 1 << 20;    // of hidden rows that share a core's second cache with what they meet
 constexpr int64_t MIN_WAVE = 256;          // pairs
 constexpr int64_t SUM_BYTES = 1 << 20;     // of some columns of all tokens' sums, which stay there too
@@ -97,15 +98,22 @@ struct Ffn {
         return tokens + rounding.bytes * static_cast<size_t>(place == nullptr ? i : place[i]);
     }
 
-    // Rows [begin, end) of gate and up, gated, into the part's rows of `hidden`.
-    void gate_and_up(const Part& part, int64_t begin, int64_t end, float* hidden) const {
+    // The part's rounded tokens, one after the other.
+    void gather(const Part& part, uint8_t* rows) const {
+        for (int64_t i = 0; i < part.count; ++i)
+            std::memcpy(rows + rounding.bytes * static_cast<size_t>(i), token(part.first + i), rounding.bytes);
+    }
+
+    // Rows [begin, end) of gate and up, gated, into the part's rows of `hidden`. The tokens may have been `gathered`.
+    void gate_and_up(const Part& part, int64_t begin, int64_t end, float* hidden, const uint8_t* gathered = nullptr) const {
         const Operand gate = operand(table, part.slot, plan.gate), up = operand(table, part.slot, plan.up);
         float up_tile[TILE][ROW_CHUNK], *gate_to[TILE], *up_to[TILE];
         const uint8_t* rows[2][TILE];
         for (int64_t i = 0; i < part.count; i += TILE) {
             const int n = static_cast<int>(std::min<int64_t>(TILE, part.count - i));
             for (int t = 0; t < n; ++t) {
-                rows[0][t] = token(part.first + i + t);
+                rows[0][t] = gathered == nullptr ? token(part.first + i + t)
+                                                 : gathered + rounding.bytes * static_cast<size_t>(i + t);
                 rows[1][t] = rows[0][t] + rounding.up_offset;
                 gate_to[t] = hidden + (i + t) * inner();
                 up_to[t] = up_tile[t];
@@ -194,23 +202,26 @@ struct Wave {
 
 // Hidden rows of whole parts, the largest first as they come, each by the thread that takes it: what it makes stays in
 // that core's caches.
-void hide_by_parts(ThreadPool& pool, const Ffn& ffn, const Wave& wave, Scratch& floats) {
+void hide_by_parts(ThreadPool& pool, const Ffn& ffn, const Wave& wave, Scratch& scratch) {
     const int64_t threads = pool.threads(), inner = ffn.inner();
     std::vector<const Part*> order;
     for (int64_t i = 0; i < wave.count; ++i) order.push_back(wave.parts + i);
     std::stable_sort(order.begin(), order.end(), [](const Part* a, const Part* b) { return a->count > b->count; });
-    const size_t size = static_cast<size_t>(order[0]->count * inner);
-    auto* hidden = reinterpret_cast<float*>(floats.get(static_cast<size_t>(threads) * size * sizeof(float)));
+    const size_t most = static_cast<size_t>(order[0]->count), tokens = most * ffn.rounding.bytes;
+    const size_t size = tokens + most * static_cast<size_t>(inner) * sizeof(float);
+    uint8_t* space = scratch.get(static_cast<size_t>(threads) * size);
     std::atomic<size_t> next{0};
     pool.parallel_for(threads, [&](int64_t thread) {
-        float* mine = hidden + static_cast<size_t>(thread) * size;
+        uint8_t* gathered = space + static_cast<size_t>(thread) * size;
+        auto* hidden = reinterpret_cast<float*>(gathered + tokens);
         for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < order.size();) {
             const Part& part = *order[i];
+            ffn.gather(part, gathered);
             for (int64_t row = 0; row < inner; row += ROW_CHUNK)
-                ffn.gate_and_up(part, row, std::min(row + ROW_CHUNK, inner), mine);
+                ffn.gate_and_up(part, row, std::min(row + ROW_CHUNK, inner), hidden, gathered);
             uint8_t* rounded = wave.of(ffn, part);
             for (int64_t t = 0; t < part.count; ++t)
-                ffn.round(mine + t * inner, rounded + static_cast<size_t>(t) * ffn.rounded_bytes);
+                ffn.round(hidden + t * inner, rounded + static_cast<size_t>(t) * ffn.rounded_bytes);
         }
     });
 }
@@ -293,7 +304,8 @@ void Engine::moe_ffn(const FfnPlan& plan, const FfnCall& call) {
 
     const int64_t threads = pool_->threads();
     const int64_t row = ffn.inner() * static_cast<int64_t>(sizeof(float));
-    const int64_t tiles = std::min(std::max<int64_t>(HIDDEN_BYTES / threads / row / TILE, 1), PART_BYTES / row / TILE);
+    const int64_t gathered = row + static_cast<int64_t>(ffn.rounding.bytes);
+    const int64_t tiles = std::min(std::max<int64_t>(HIDDEN_BYTES / threads / gathered / TILE, 1), PART_BYTES / row / TILE);
     int64_t limit = std::max(MIN_WAVE, HIDDEN_BYTES / static_cast<int64_t>(ffn.rounded_bytes));
     std::vector<Part> parts;
     bool whole = tiles > 0 && call.pairs >= threads * TILE;

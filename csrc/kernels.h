@@ -193,5 +193,6 @@ struct KernelTable {
 const KernelTable& portable_table();
 const KernelTable& avx2_table();
 const KernelTable& avx512_table();
+const KernelTable& amx_table();
 
 }  // namespace lean

@@ -142,20 +142,20 @@ template <class S> LEAN_APART __m512i wide_total_256(const S& s, const uint8_t* 
     return total;
 }
 
-// sums[t] = sum of minimum * (sum of the activations)
-template <int N> LEAN_INLINE void minima(const __m512i* min, const ActGroup* const* group, __m512i* sums) {
+// The minima of a block's runs in pairs, as halves of 16 bits: of runs 0 and 1, 2 and 3, ...
+LEAN_INLINE void min_pairs(const __m512i* min, __m512i* wide) {
     const __m512i pairs[2] = {_mm512_broadcast_i32x4(_mm_set_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000)),
                               _mm512_broadcast_i32x4(_mm_set_epi32(0x800f800e, 0x800b800a, 0x80078006, 0x80038002))};
-    __m512i wide[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) wide[i] = _mm512_shuffle_epi8(min[i / 2], pairs[i % 2]);
-#pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) {
-        sums[t] = _mm512_setzero_si512();
-        const auto* of_32 = reinterpret_cast<const uint8_t*>(group[t]->sums32);
+}
+
+// The sum of minimum * (sum of the activations, 16 bits at `of_32`) over a block's runs.
+LEAN_INLINE __m512i less_minima(const __m512i* wide, const uint8_t* of_32) {
+    __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sums[t] = _mm512_dpwssd_epi32(sums[t], wide[i], broadcast4(of_32 + 4 * i));
-    }
+    for (int i = 0; i < 4; ++i) sum = _mm512_dpwssd_epi32(sum, wide[i], broadcast4(of_32 + 4 * i));
+    return sum;
 }
 
 // acc[t] += what block g of a strip, whose words are S's at `p`, adds for N tokens.
@@ -182,7 +182,12 @@ LEAN_INLINE void block_256(const S& s, const uint8_t* p, int64_t g, const ActGro
     } else {
         for (int t = 0; t < N; ++t) totals[t] = wide_total_256(s, p, group[t]);
     }
-    if constexpr (S::zero == Zero::MINIMA) minima<N>(s.head.min, group, less);
+    if constexpr (S::zero == Zero::MINIMA) {
+        __m512i wide[4];
+        min_pairs(s.head.min, wide);
+#pragma GCC unroll 16
+        for (int t = 0; t < N; ++t) less[t] = less_minima(wide, reinterpret_cast<const uint8_t*>(group[t]->sums32));
+    }
 #pragma GCC unroll 16
     for (int t = 0; t < N; ++t) {
         const __m512 total = _mm512_cvtepi32_ps(totals[t]);

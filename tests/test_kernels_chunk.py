@@ -33,7 +33,7 @@ def _exact(
 
 def _close(out: torch.Tensor, wanted: torch.Tensor, isa: str, dtype: torch.dtype, dim: int = 0) -> None:
     """As floats are; with AVX-512 and keys and values as halves, as integers of 16 bits are: for numbers about one."""
-    rounded = isa == "avx512" and dtype == torch.float16
+    rounded = isa in ("avx512", "amx") and dtype == torch.float16
     tolerance = {"rtol": 0, "atol": 5e-4 + 1.2e-5 * dim} if rounded else {"rtol": 2e-5, "atol": 3e-5}
     torch.testing.assert_close(out.double(), wanted, **tolerance)
 

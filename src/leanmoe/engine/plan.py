@@ -347,12 +347,14 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
         # Of every token what the experts say, where that is not added at once, and what a norm makes of it.
         normed = spec.post_norms or spec.dense_beside_experts
         streams += chunk * (2 if normed else int(spec.residual_scale != 1.0))
-        # The tokens rounded and routed; hidden rows of one expert; and those of all, as floats and rounded, in buffers
-        # which are bounded (`csrc/ffn.cpp`).
+        # The tokens rounded and routed, and hidden rows of one expert; and of all, bounded (`csrc/ffn.cpp`): hidden rows
+        # as floats, or those of some experts with the experts' tokens, and hidden rows rounded.
         row = 4 * spec.expert_width
         token = 4 * spec.hidden + 8 * router.experts + 48 * router.top_k + row
-        hidden = max(_HIDDEN_BYTES, _LEAST_PAIRS * row, min(threads * _TILE * row, threads * _PART_BYTES))
-        experts = chunk * token + 2 * min(chunk * router.top_k * row, hidden)
+        rows, pairs = max(_HIDDEN_BYTES, _LEAST_PAIRS * row), chunk * router.top_k
+        gathered = threads * _TILE * (row + 4 * spec.hidden) if _TILE * row <= _PART_BYTES else 0
+        floats = min(pairs * (row + 4 * spec.hidden), max(rows, gathered))
+        experts = chunk * token + floats + min(pairs * row, rows)
     return 4 * streams * spec.hidden + max(mixing, dense + experts) + 3 * 4 * spec.vocab
 
 
