@@ -21,11 +21,9 @@ namespace {
     asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(static_cast<int64_t>(stride)) : "memory")
 #define LEAN_TILE_STORE(tile, to) \
     asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(static_cast<int64_t>(64)) : "memory")
-// sums += activations (signed) * weights, which are unsigned or signed
-#define LEAN_TILE_ADD_UNSIGNED(sums, activations, weights) \
-    asm volatile("tdpbsud %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums ::)
-#define LEAN_TILE_ADD_SIGNED(sums, activations, weights) \
-    asm volatile("tdpbssd %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums ::)
+// sums += rows * columns, whose bytes are signed or not: tdpb, `s` or `u` for the rows, then for the columns, d
+#define LEAN_TILE_ADD(product, sums, rows, columns) \
+    asm volatile(#product " %%tmm" #columns ", %%tmm" #rows ", %%tmm" #sums ::)
 
 // The shape of the eight tiles: sums of the low and the high halves of a lot of tokens (0 and 1) and of another (2 and 3),
 // the two lots' activations (4 and 5), and the two halves of the weights (6 and 7). They are this thread's until they are
@@ -153,20 +151,20 @@ LEAN_INLINE void add_up(const TileWords<TYPE>& words, const uint8_t* a, const ui
         constexpr int i = at.value;
         LEAN_TILE_LOAD(6, words.low + 1024 * i, 64);
         LEAN_TILE_LOAD(4, a + 64 * i, stride);
-        LEAN_TILE_ADD_UNSIGNED(0, 4, 6);
+        LEAN_TILE_ADD(tdpbsud, 0, 4, 6);
         meanwhile(Count<4 * i>());
         LEAN_TILE_LOAD(5, b + 64 * i, stride);
-        LEAN_TILE_ADD_UNSIGNED(2, 5, 6);
+        LEAN_TILE_ADD(tdpbsud, 2, 5, 6);
         meanwhile(Count<4 * i + 1>());
         LEAN_TILE_LOAD(7, words.high + 1024 * i, 64);
         if constexpr (Halves<TYPE>::high_signed) {
-            LEAN_TILE_ADD_SIGNED(1, 4, 7);
+            LEAN_TILE_ADD(tdpbssd, 1, 4, 7);
             meanwhile(Count<4 * i + 2>());
-            LEAN_TILE_ADD_SIGNED(3, 5, 7);
+            LEAN_TILE_ADD(tdpbssd, 3, 5, 7);
         } else {
-            LEAN_TILE_ADD_UNSIGNED(1, 4, 7);
+            LEAN_TILE_ADD(tdpbsud, 1, 4, 7);
             meanwhile(Count<4 * i + 2>());
-            LEAN_TILE_ADD_UNSIGNED(3, 5, 7);
+            LEAN_TILE_ADD(tdpbsud, 3, 5, 7);
         }
         meanwhile(Count<4 * i + 3>());
     };

@@ -5,6 +5,7 @@ import gc
 import logging
 import mmap
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,9 @@ from expert_packs import contents, make_pack
 from kernel_fixtures import expert_layout
 from leanmoe import kernels
 from leanmoe.errors import ExpertReadError
+from leanmoe.experts import checked, files
 from leanmoe.experts.store import ExpertStore
+from leanmoe.pack import open_pack, verify_pack
 
 SIZE = 16 * 4096
 
@@ -73,6 +76,89 @@ def test_a_file_that_stays_as_it_is_is_checked_once(pack, verify, checks, monkey
     for _ in range(3):
         read(store, 1)
     assert len(seen) == checks
+
+
+def checks_of(store, monkeypatch, *experts):
+    """The experts that are hashed when these are read."""
+    seen, check = [], store._check_digest
+    monkeypatch.setattr(store, "_check_digest", lambda key, *rest: (seen.append(key[1]), check(key, *rest)))
+    for expert in experts:
+        read(store, expert)
+    store.close()
+    return seen
+
+
+@pytest.fixture
+def old(pack):
+    """The pack, longer ago than its files' times of change could be doubted."""
+    began = time.time_ns()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "_SETTLED_NS", -(1 << 62))
+        assert checked.settled((0, 0, began))
+        yield pack
+
+
+def test_what_matched_once_is_not_hashed_by_later_processes(old, monkeypatch):
+    """Or each start of a model of 75 GB would pay for all of them once more."""
+    assert checks_of(ExpertStore(old), monkeypatch, 0, 1) == [0, 1]
+    assert checks_of(ExpertStore(old), monkeypatch, 1, 2) == [2]
+    assert checks_of(ExpertStore(old), monkeypatch, 0, 1, 2) == []
+    assert checks_of(ExpertStore(old, verify="always"), monkeypatch, 0, 1) == [0, 1]
+    assert verify_pack(old.path) == []
+
+
+def test_only_files_that_stayed_as_they_were_are_trusted(old, monkeypatch):
+    """Bytes written since, a file put in another's place, a copy of the pack: all are hashed again."""
+    checks_of(ExpertStore(old), monkeypatch, 0, 1, 2)
+    first, second = (old.expert_path(0, i) for i in range(2))
+    data = bytearray(first.read_bytes())
+    data[7] ^= 1
+    with first.open("r+b") as file:
+        file.write(data)
+    with pytest.raises(ExpertReadError, match=f"{first} has digest"):
+        read(ExpertStore(old), 0)
+    copied = second.with_name("copied")
+    shutil.copy2(second, copied)
+    os.replace(copied, second)
+    assert checks_of(ExpertStore(old), monkeypatch, 1, 2) == [1]
+    shutil.copytree(old.path, again := old.path.with_name("again.lmpack"))
+    assert checks_of(ExpertStore(open_pack(again)), monkeypatch, 1, 2) == [1, 2]
+
+
+def test_a_file_changed_just_now_is_not_trusted_later(pack, monkeypatch):
+    """Its next change might come within the same tick of the clock and leave no other time."""
+    monkeypatch.setattr(checked, "_SETTLED_NS", 1 << 62)
+    assert checks_of(ExpertStore(pack), monkeypatch, 0) == [0]
+    assert checks_of(ExpertStore(pack), monkeypatch, 0) == [0]
+    assert not (pack.path / checked.CHECKED).exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda data: data[:-3], "cut short or damaged"),
+        (lambda data: b"something else", "is not a list of checked experts"),
+        (lambda data: data[:8] + b"\x63" + data[9:], "of version 99"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_said_and_made_anew(old, monkeypatch, caplog, spoil, says):
+    checks_of(ExpertStore(old), monkeypatch, 0, 1)
+    path = old.path / checked.CHECKED
+    path.write_bytes(spoil(path.read_bytes()))
+    assert checks_of(ExpertStore(old), monkeypatch, 0, 1) == [0, 1]
+    assert says in caplog.text
+    caplog.clear()
+    assert checks_of(ExpertStore(old), monkeypatch, 0, 1) == []
+    assert not caplog.text
+
+
+def test_a_pack_that_cannot_be_written_is_read_all_the_same(old, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "replace_file", refused)
+    for _ in range(2):
+        assert checks_of(ExpertStore(old), monkeypatch, 0) == [0]
 
 
 def test_a_replaced_file_is_checked_again(pack):

@@ -347,8 +347,8 @@ def scratch_bytes(spec: ModelSpec, chunk: int, context: int, threads: int) -> in
         # Of every token what the experts say, where that is not added at once, and what a norm makes of it.
         normed = spec.post_norms or spec.dense_beside_experts
         streams += chunk * (2 if normed else int(spec.residual_scale != 1.0))
-        # The tokens rounded and routed, and hidden rows of one expert; and of all, bounded (`csrc/ffn.cpp`): hidden rows
-        # as floats, or those of some experts with the experts' tokens, and hidden rows rounded.
+        # The tokens rounded and routed, and hidden rows of one expert; and, bounded (csrc/ffn.cpp), hidden rows of all
+        # as floats, or those of some experts with these experts' tokens, and hidden rows of all rounded.
         row = 4 * spec.expert_width
         token = 4 * spec.hidden + 8 * router.experts + 48 * router.top_k + row
         rows, pairs = max(_HIDDEN_BYTES, _LEAST_PAIRS * row), chunk * router.top_k

@@ -286,6 +286,7 @@ class ExpertPool:
         for cache in self.caches:
             cache.close()
         self._readers.close()
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self

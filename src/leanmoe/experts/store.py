@@ -8,6 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from leanmoe.errors import ExpertReadError
+from leanmoe.experts.checked import keep_checked, load_checked, settled
 from leanmoe.experts.policy import Key
 from leanmoe.kernels import Arrangement
 from leanmoe.kernels.files import FileReader, NotWhole, Stamp
@@ -26,8 +27,8 @@ class ExpertStore:
     they are buffered and the pages dropped at once, and the log says so (once); `direct=False` asks for that
     outright.
 
-    `verify` says when a file's digest is checked: "first" on its first read in this process (and again if it was
-    written or replaced since), "always", or "never".
+    `verify` says when a file's digest is checked: "first" on its first read since it was written or replaced, which
+    the pack remembers when the store is closed (`checked.py`), "always", or "never".
     """
 
     def __init__(self, pack: Pack, *, verify: Verify = "first", direct: bool = True) -> None:
@@ -36,8 +37,15 @@ class ExpertStore:
         self._direct = direct
         self._lock = threading.Lock()
         self._sizes = {layer.layer: layer.layout.file_bytes for layer in pack.manifest.layers}
-        self._verified: dict[Key, Stamp] = {}
+        self._verified: dict[Key, Stamp] = load_checked(pack.path) if verify == "first" else {}
+        self._to_keep: dict[Key, Stamp] = {}
         self._files = FileReader()
+
+    def close(self) -> None:
+        """Has the pack remember what was checked; may be called again. Nothing is read meanwhile."""
+        if self._to_keep:
+            keep_checked(self.pack.path, self._to_keep)
+            self._to_keep = {}
 
     def size(self, layer: int) -> int:
         """Bytes of each expert file of `layer`: a multiple of 4096."""
@@ -67,6 +75,8 @@ class ExpertStore:
         if self._verify == "always" or (self._verify == "first" and known != stamp):
             self._check_digest(key, path, buffer)
             self._verified[key] = stamp
+            if self._verify == "first" and settled(stamp):
+                self._to_keep[key] = stamp
         if arrangement is not None and not arranged:
             arrangement.apply(buffer)
 
