@@ -184,6 +184,7 @@ template <int FIRST, int LAST, class F> LEAN_INLINE void for_parts(F&& body) {
     if constexpr (FIRST < LAST) for_parts<FIRST + 1, LAST>(body);
 }
 
+constexpr int64_t GROUPS_AHEAD = 3;  // that weights are fetched into the second cache
 constexpr int STRIPS = 4;  // at most, that share a block's activations while these are in the first cache
 
 // As strip_256_many, for some strips and n tokens whose activations are `stride` bytes apart: each time BOTH of them in two
@@ -234,7 +235,9 @@ LEAN_INLINE void strips_tiles(const uint8_t* w, int strips, int64_t cols, const 
                     mine.scale = reinterpret_cast<const float*>(row + groups)[g];
                 }
         take(b + 1 < blocks ? b + 1 : b);
-        const Fetch fetch = {p + AHEAD, S::words};
+        // Some blocks on in each strip, and then in those of the next call.
+        const int64_t later = g + GROUPS_AHEAD < groups ? g + GROUPS_AHEAD : strips * groups + g + GROUPS_AHEAD - groups;
+        const Fetch fetch = {w + strip * strip_bytes + later * S::words * 64, S::words};
         for (int i = 0; i < times; ++i) {
             const uint8_t* a = act + start_of(i) * stride + g * static_cast<int64_t>(sizeof(ActGroup));
             const TileHead<TYPE> of = *head_before;
