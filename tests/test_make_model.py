@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from leanmoe import LLM
-from leanmoe.bench.make_model import make_model, make_text
+from leanmoe.bench.make_model import main, make_model, make_text
 from leanmoe.bench.random_model.blocks import random_rows
 from leanmoe.bench.random_model.locality import Walk
 from leanmoe.bench.random_model.shapes import SHAPES
@@ -217,6 +217,25 @@ def test_any_engine_walks_through_the_vocabulary_in_the_designed_order(name: str
         pack_gguf(tmp_path / "model.gguf", tmp_path / "model.lmpack", consume=True)
         with LLM(tmp_path / "model.lmpack", context=128) as llm:
             assert llm.generate(prompt, max_tokens=48, temperature=0, ignore_eos=True).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "9", "--pack"], "--pack is of models"),
+        (["--text", "9", "--header-only"], "--header-only is of models"),
+        (["--text", "9", "--layers", "2"], "--layers is of models"),
+        (["--text", "0"], "wanted at least 1"),
+        (["--text", "-3"], "wanted at least 1"),
+    ],
+)
+def test_options_that_a_text_has_no_use_for_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_model", "qwen3-30b-a3b", str(tmp_path / "text"), *options])
+    with pytest.raises(UsageError, match=says):
+        main()
+    assert not (tmp_path / "text").exists()
 
 
 def test_text_has_a_token_for_each_word_in_any_engine(tmp_path: Path) -> None:

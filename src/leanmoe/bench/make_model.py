@@ -74,8 +74,10 @@ def make_text(shape: str | Shape, tokens: int, seed: int = 0) -> str:
     """So many tokens of words in the order in which a model with locality says them, whatever its layers.
 
     A prompt of them is routed as one of real text is: a topic after the other, each with words of its own. Raises
-    `UsageError` if the vocabulary is too small for words.
+    `UsageError` for fewer than one token, or if the vocabulary is too small for words.
     """
+    if tokens < 1:
+        raise UsageError(f"a text of {tokens} tokens; wanted at least 1")
     shape = _known(shape)
     walk = Weights(network(shape), seed, locality=True).walk
     known = words(vocabulary(shape.vocab))
@@ -142,6 +144,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.text is not None:
+        for name in ("layers", "experts", "quant", "pack", "header_only", "locality", "mtp"):
+            if getattr(options, name):
+                raise UsageError(f"--{name.replace('_', '-')} is of models, and --text writes a text")
         out = _absent(options.out)
         out.write_text(make_text(options.shape, options.text, options.seed), encoding="ascii")
         return
