@@ -139,6 +139,7 @@ def test_a_file_changed_just_now_is_not_trusted_later(pack, monkeypatch):
         (lambda data: data[:-3], "cut short or damaged"),
         (lambda data: b"something else", "is not a list of checked experts"),
         (lambda data: data[:8] + b"\x63" + data[9:], "of version 99"),
+        (lambda data: data + bytes(100), "has more than 116 bytes"),
     ],
 )
 def test_a_list_that_cannot_be_used_is_said_and_made_anew(old, monkeypatch, caplog, spoil, says):
@@ -150,6 +151,12 @@ def test_a_list_that_cannot_be_used_is_said_and_made_anew(old, monkeypatch, capl
     caplog.clear()
     assert checks_of(ExpertStore(old), monkeypatch, 0, 1) == []
     assert not caplog.text
+
+
+def test_a_pipe_in_place_of_the_list_is_not_waited_for(old, monkeypatch, caplog):
+    os.mkfifo(old.path / checked.CHECKED)
+    assert checks_of(ExpertStore(old), monkeypatch, 0) == [0]
+    assert "not a regular file" in caplog.text
 
 
 def test_a_pack_that_cannot_be_written_is_read_all_the_same(old, monkeypatch):

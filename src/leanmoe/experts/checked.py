@@ -39,13 +39,13 @@ def settled(stamp: Stamp) -> bool:
     return time.time_ns() - stamp[2] > _SETTLED_NS
 
 
-def load_checked(pack: Path) -> dict[Key, Stamp]:
-    """The experts of the pack in directory `pack` that were checked, and what their files were then.
+def load_checked(pack: Path, experts: int) -> dict[Key, Stamp]:
+    """Those of the `experts` of the pack in directory `pack` that were checked, and what their files were then.
 
     None where there is no such list or, with a warning that says why, where it cannot be used.
     """
     try:
-        _, body = _FORM.read(pack / CHECKED)
+        _, body = _FORM.read(pack / CHECKED, _FORM.overhead + experts * _ROW.itemsize)
     except FileNotFoundError:
         return {}
     except (LeanError, OSError) as reason:
@@ -55,9 +55,12 @@ def load_checked(pack: Path) -> dict[Key, Stamp]:
     return {(layer, expert): (device, inode, changed) for layer, expert, device, inode, changed in rows}
 
 
-def keep_checked(pack: Path, checked: Mapping[Key, Stamp]) -> None:
-    """Adds to the list. Where that fails it stays as it was, and these are checked again next time."""
-    whole = load_checked(pack) | dict(checked)
+def keep_checked(pack: Path, experts: int, checked: Mapping[Key, Stamp]) -> None:
+    """Adds to the list of a pack with so many experts.
+
+    Where that fails it stays as it was, and these are checked again next time.
+    """
+    whole = load_checked(pack, experts) | dict(checked)
     rows = np.array([(*key, *stamp) for key, stamp in sorted(whole.items())], _ROW)
     try:
         _FORM.write(pack / CHECKED, b"", rows.tobytes())

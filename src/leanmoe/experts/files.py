@@ -4,12 +4,15 @@ Traces and profiles share a form: magic, version, length of a header, checksum, 
 """
 
 import os
+import sys
 import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from leanmoe.errors import FormatError, UnsupportedError
+from leanmoe.formats.io import read_small_file
 
 _MAX_HEADER = 1 << 20
 
@@ -26,6 +29,8 @@ class CheckedForm:
     name: str
     newer: str
     damaged: str
+    overhead: ClassVar[int] = 20
+    """Bytes before the header."""
 
     def write(self, path: Path, header: bytes, body: bytes) -> None:
         """Writes the file, or leaves what was there. Raises `OSError`."""
@@ -33,13 +38,17 @@ class CheckedForm:
         numbers = (self.version, len(header), zlib.crc32(rest))
         replace_file(path, self.magic + b"".join(n.to_bytes(4, "little") for n in numbers) + rest)
 
-    def read(self, path: Path) -> tuple[bytes, bytes]:
+    def read(self, path: Path, limit: int = sys.maxsize - 1) -> tuple[bytes, bytes]:
         """Header and body, as they were written.
 
-        Raises `FormatError` if the file is not of this form, or damaged; `UnsupportedError` if its version is
-        newer; `OSError` if it cannot be read.
+        Raises `FormatError` if the file is not of this form, damaged, or of more than `limit` bytes; `UnsupportedError`
+        if its version is newer; `OSError` if it cannot be read, or is no regular file.
         """
-        data = path.read_bytes()
+        data = read_small_file(path, limit)
+        if len(data) > limit:
+            raise FormatError(
+                f"{path} has more than {limit} bytes, the most that {self.name} has; {self.damaged}"
+            )
         if data[:8] != self.magic:
             raise FormatError(f"{path} is not {self.name}: it starts with {data[:8]!r}, not {self.magic!r}")
         version, length, checksum = (int.from_bytes(data[i : i + 4], "little") for i in (8, 12, 16))
@@ -47,7 +56,7 @@ class CheckedForm:
             raise UnsupportedError(
                 f"{path} is {self.name} of version {version}, this lean reads version {self.version}; {self.newer}"
             )
-        rest = data[20:]
+        rest = data[self.overhead :]
         if length > min(_MAX_HEADER, len(rest)) or zlib.crc32(rest) != checksum:
             raise FormatError(
                 f"{path} has {len(data)} bytes and not the checksum in it: cut short or damaged; {self.damaged}"

@@ -37,14 +37,15 @@ class ExpertStore:
         self._direct = direct
         self._lock = threading.Lock()
         self._sizes = {layer.layer: layer.layout.file_bytes for layer in pack.manifest.layers}
-        self._verified: dict[Key, Stamp] = load_checked(pack.path) if verify == "first" else {}
+        self._experts = sum(layer.expert_count for layer in pack.manifest.layers)
+        self._verified: dict[Key, Stamp] = load_checked(pack.path, self._experts) if verify == "first" else {}
         self._to_keep: dict[Key, Stamp] = {}
         self._files = FileReader()
 
     def close(self) -> None:
         """Has the pack remember what was checked; may be called again. Nothing is read meanwhile."""
         if self._to_keep:
-            keep_checked(self.pack.path, self._to_keep)
+            keep_checked(self.pack.path, self._experts, self._to_keep)
             self._to_keep = {}
 
     def size(self, layer: int) -> int:
