@@ -5,8 +5,6 @@
 namespace lean {
 namespace {
 
-constexpr int LEAST = 24;  // tokens from which on tiles are faster than vectors
-
 // The distance of the rows, if they are equally far apart; else 0.
 int64_t stride_of(const uint8_t* const* rows, int n) {
     const int64_t stride = rows[1] - rows[0];
@@ -29,16 +27,15 @@ void dot_lots(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* act, 
     }
 }
 
+// With tiles where these are faster.
 template <int TYPE>
 void dot_tiles(const uint8_t* w, int64_t rows, int64_t cols, const uint8_t* const* act, int n, float* const* out, int64_t at) {
-    const int64_t stride = n < LEAST ? 0 : stride_of(act, n);
+    const int64_t stride = n < MANY ? 0 : stride_of(act, n);
     if (stride == 0) return with_vectors<TYPE>(w, rows, cols, act, n, out, at);
     const bool fewer = n < 32 || (n > 32 && n <= 48);  // so that fewest tokens are multiplied again
     const auto dot = fewer ? dot_lots<TYPE, 24> : dot_lots<TYPE, 32>;
     dot(w, rows, cols, act[0], stride, n, out, at);
 }
-
-constexpr int MOST_KERNELS = 64;
 
 struct Table {
     Kernel kernels[MOST_KERNELS];

@@ -459,6 +459,8 @@ constexpr Kernel KERNELS[] = {
     {Q6_K, ROWS16, ACT_Q8_K, 16, dot_rows16<Q6_K>},
 };
 
+static_assert(sizeof(KERNELS) / sizeof(KERNELS[0]) <= MOST_KERNELS);
+
 using DeltaVector = float __attribute__((vector_size(64)));
 
 constexpr KernelTable TABLE = {

@@ -65,7 +65,7 @@ Features detect() {
 // Every kernel of `table` on a small fixed matrix and some tokens, compared with the portable unit.
 bool agrees_with_portable(const KernelTable& table) {
     constexpr int64_t cols = 512;
-    constexpr int TOKENS = 20;  // more than are multiplied one by one
+    constexpr int TOKENS = MANY;  // or some instructions would first be met in a prompt
     alignas(64) static uint8_t w[STRIP * cols * 4], strip[STRIP * cols * 4];
     alignas(64) static uint8_t act[TOKENS * act_stride(ACT_F32, cols)];
     static float x[TOKENS * cols], got[TOKENS][STRIP], want[TOKENS][STRIP];
@@ -78,8 +78,9 @@ bool agrees_with_portable(const KernelTable& table) {
     }
     const auto round = [&](const KernelTable& by, Partner partner) {
         for (int t = 0; t < TOKENS; ++t) {
-            rows[t] = act + static_cast<size_t>(t) * act_stride(partner, cols);
-            by.quantize[partner](x + t * cols, cols, act + static_cast<size_t>(t) * act_stride(partner, cols));
+            uint8_t* row = act + static_cast<size_t>(t) * act_stride(partner, cols);
+            by.quantize[partner](x + t * cols, cols, row);
+            rows[t] = row;
         }
     };
     for (int32_t k = 0; k < table.kernel_count; ++k) {

@@ -154,7 +154,8 @@ LEAN_INLINE void min_pairs(const __m512i* min, __m512i* wide) {
 LEAN_INLINE __m512i less_minima(const __m512i* wide, const uint8_t* of_32) {
     __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) sum = _mm512_dpwssd_epi32(sum, wide[i], broadcast4(of_32 + 4 * i));
+    for (int i = 0; i < 4; ++i)  // written out as `add_unsigned` is
+        asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(wide[i]), "m"(*reinterpret_cast<const int32_t*>(of_32 + 4 * i)));
     return sum;
 }
 

@@ -108,11 +108,6 @@ struct alignas(32) Beside {
     float scale;
 };
 
-LEAN_INLINE __m512i add_pairs(__m512i sum, __m512i pairs, const uint8_t* p) {  // two halves at p to each lane
-    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(pairs), "m"(*reinterpret_cast<const int32_t*>(p)));
-    return sum;
-}
-
 // What the tiles have added up of a block, for some tokens.
 struct Added {
     alignas(64) int32_t low[32 * STRIP], high[32 * STRIP];
@@ -126,9 +121,7 @@ LEAN_INLINE void finish(const Added& added, const TileHead<TYPE>& of, const Besi
         const __m512i scaled = _mm512_slli_epi32(_mm512_load_si512(added.high + STRIP * t), Halves<TYPE>::shift);
         __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(added.low + STRIP * t), scaled));
         if constexpr (Strip256<TYPE>::zero == Zero::MINIMA) {
-            __m512i less = _mm512_setzero_si512();
-#pragma GCC unroll 4
-            for (int pair = 0; pair < 4; ++pair) less = add_pairs(less, of.minima[pair], beside[t].sums32 + 4 * pair);
+            const __m512i less = less_minima(of.minima, beside[t].sums32);
             sum = _mm512_fmsub_ps(of.head.d, sum, _mm512_mul_ps(of.head.dmin, _mm512_cvtepi32_ps(less)));
         } else {
             sum = _mm512_mul_ps(of.head.d, sum);

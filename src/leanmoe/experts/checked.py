@@ -42,7 +42,7 @@ def settled(stamp: Stamp) -> bool:
 def load_checked(pack: Path, experts: int) -> dict[Key, Stamp]:
     """Those of the `experts` of the pack in directory `pack` that were checked, and what their files were then.
 
-    None where there is no such list or, with a warning that says why, where it cannot be used.
+    Empty where there is no such list or, with a warning that says why, where it cannot be used.
     """
     try:
         _, body = _FORM.read(pack / CHECKED, _FORM.overhead + experts * _ROW.itemsize)

@@ -15,7 +15,7 @@ MANIFEST, TRUNK, EXPERTS, DIGESTS = "manifest.json", "trunk.gguf", "experts", "d
 MAX_DIGESTS_BYTES = 256 << 20
 
 Verify = Literal["first", "always", "never"]
-"""When an expert file's digest is checked: on its first read in a process, on each, or never."""
+"""When an expert file's digest is checked: on its first read since it was written, on each, or never."""
 
 
 def expert_name(layer: int, expert: int) -> str:
