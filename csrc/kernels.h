@@ -52,7 +52,7 @@ struct ActGroup {
 constexpr int64_t GROUP = 256;
 constexpr int TILE = 64;           // activation rows that one call of a product takes at most
 constexpr int MANY = 24;           // activation rows from which on a unit may use instructions of its own for them
-constexpr int64_t ROW_CHUNK = 64;  // weight rows of one task at most
+constexpr int64_t ROW_CHUNK = 128;  // weight rows of one task at most
 
 constexpr int64_t act_groups(int64_t cols) { return (cols + GROUP - 1) / GROUP; }
 

@@ -74,10 +74,9 @@ template <> struct Halves<Q6_K> {
     }
 };
 
-// What a block's sums are multiplied by.
-template <int TYPE> struct TileHead {
-    using S = Strip256<TYPE>;
-    decltype(S::head) head;
+// What a block's sums are multiplied by, and its minima.
+struct TileHead {
+    __m512 d, dmin;
     __m512i minima[4];  // of runs 0 and 1, 2 and 3, ...
 };
 
@@ -113,23 +112,31 @@ struct Added {
     alignas(64) int32_t low[32 * STRIP], high[32 * STRIP];
 };
 
-// Adds to the rows of tokens [FIRST, LAST) what a block does, with the bits of `block_256`.
-template <int TYPE, int FIRST, int LAST>
-LEAN_INLINE void finish(const Added& added, const TileHead<TYPE>& of, const Beside* beside, float* rows) {
+// Where some tokens' sums of a block go: with what they are finished, and what is added to them. Rows `from` lie together.
+struct Finish {
+    const TileHead* head;
+    const Beside* beside;
+    const float* from;
+    float* const* to;  // rows, from `at` on
+    int64_t at;
+
+    // Of tokens [FIRST, LAST), with the bits of `block_256`. `of` is what `head` has, in registers.
+    template <int TYPE, int FIRST, int LAST> LEAN_INLINE void tokens(const Added& added, const TileHead& of) const {
 #pragma GCC unroll 32
-    for (int t = FIRST; t < LAST; ++t) {
-        const __m512i scaled = _mm512_slli_epi32(_mm512_load_si512(added.high + STRIP * t), Halves<TYPE>::shift);
-        __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(added.low + STRIP * t), scaled));
-        if constexpr (Strip256<TYPE>::zero == Zero::MINIMA) {
-            const __m512i less = less_minima(of.minima, beside[t].sums32);
-            sum = _mm512_fmsub_ps(of.head.d, sum, _mm512_mul_ps(of.head.dmin, _mm512_cvtepi32_ps(less)));
-        } else {
-            sum = _mm512_mul_ps(of.head.d, sum);
+        for (int t = FIRST; t < LAST; ++t) {
+            const __m512i scaled = _mm512_slli_epi32(_mm512_load_si512(added.high + STRIP * t), Halves<TYPE>::shift);
+            __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(added.low + STRIP * t), scaled));
+            if constexpr (Strip256<TYPE>::zero == Zero::MINIMA) {
+                const __m512i less = less_minima(of.minima, beside[t].sums32);
+                sum = _mm512_fmsub_ps(of.d, sum, _mm512_mul_ps(of.dmin, _mm512_cvtepi32_ps(less)));
+            } else {
+                sum = _mm512_mul_ps(of.d, sum);
+            }
+            sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(beside[t].scale), _mm512_load_ps(from + STRIP * t));
+            _mm512_storeu_ps(to[t] + at, sum);
         }
-        float* row = rows + STRIP * t;
-        _mm512_store_ps(row, _mm512_fmadd_ps(sum, _mm512_set1_ps(beside[t].scale), _mm512_load_ps(row)));
     }
-}
+};
 
 // Adds up a block for two lots of tokens, from their activations a and b on. `meanwhile` is done by the vector units, a
 // sixteenth of it after each product of tiles: a processor does not look far ahead.
@@ -178,7 +185,7 @@ template <int FIRST, int LAST, class F> LEAN_INLINE void for_parts(F&& body) {
 }
 
 constexpr int64_t GROUPS_AHEAD = 3;  // that weights are fetched into the second cache
-constexpr int STRIPS = 4;  // at most, that share a block's activations while these are in the first cache
+constexpr int STRIPS = 8;  // at most, that share a block's activations while these are in the first cache
 
 // As strip_256_many, for some strips and n tokens whose activations are `stride` bytes apart: each time BOTH of them in two
 // lots, the last time some that have been before. While the tiles add up, vectors finish what was added before and unpack the
@@ -190,9 +197,12 @@ LEAN_INLINE void strips_tiles(const uint8_t* w, int strips, int64_t cols, const 
     constexpr int LOT = BOTH / 2;
     const int64_t groups = cols / GROUP, strip_bytes = STRIP * row_bytes<TYPE>(cols), blocks = groups * strips;
     const int times = (n + BOTH - 1) / BOTH;
-    alignas(64) float acc[STRIPS][TILE * STRIP] = {};
+    alignas(64) static const float zeros[BOTH * STRIP] = {};
+    alignas(64) float acc[STRIPS][TILE * STRIP];  // until the last blocks, which add to it and store where all belongs
+    float* acc_rows[TILE];
+    for (int t = 0; t < TILE; ++t) acc_rows[t] = acc[0] + STRIP * t;
     Added added;
-    TileHead<TYPE> heads[3];  // of the block that is finished, the present one and the next
+    TileHead heads[3];  // of the block that is finished, the present one and the next
     TileWords<TYPE> words;
     Beside beside[2][TILE];
 
@@ -202,21 +212,22 @@ LEAN_INLINE void strips_tiles(const uint8_t* w, int strips, int64_t cols, const 
         const uint8_t* strip = w + b % strips * strip_bytes;
         p = strip + b / strips * S::words * 64;
         s.read(p, strip + groups * S::words * 64 + b / strips * 2 * STRIP);
-        TileHead<TYPE>& head = heads[b % 3];
-        head.head = s.head;
-        if constexpr (S::zero == Zero::MINIMA) min_pairs(s.head.min, head.minima);
+        TileHead& head = heads[b % 3];
+        head.d = s.head.d;
+        if constexpr (S::zero == Zero::MINIMA) {
+            head.dmin = s.head.dmin;
+            min_pairs(s.head.min, head.minima);
+        }
     };
     const auto start_of = [&](int i) LEAN_ALWAYS { return i == times - 1 ? n - BOTH : i * BOTH; };
 
-    // Before the first block, nothing has been added.
+    // Before the first block nothing has been added, and it goes where nothing is read from.
     memset(&added, 0, sizeof(added));
     memset(beside, 0, sizeof(beside));
     take(0);
     for_parts<0, 15>([&](auto part) LEAN_ALWAYS { words.template unpack<part.value>(s, p); });
     memset(&heads[2], 0, sizeof(heads[2]));
-    const TileHead<TYPE>* head_before = &heads[2];
-    const Beside* beside_before = beside[1];  // zeros too
-    float* rows_before = acc[0];
+    Finish before = {&heads[2], beside[1], zeros, acc_rows, 0};
     for (int64_t b = 0; b < blocks; ++b) {
         const int64_t g = b / strips, strip = b % strips;
         if (strip == 0)
@@ -233,11 +244,10 @@ LEAN_INLINE void strips_tiles(const uint8_t* w, int strips, int64_t cols, const 
         const Fetch fetch = {w + strip * strip_bytes + later * S::words * 64, S::words};
         for (int i = 0; i < times; ++i) {
             const uint8_t* a = act + start_of(i) * stride + g * static_cast<int64_t>(sizeof(ActGroup));
-            const TileHead<TYPE> of = *head_before;
-            const Beside* const of_tokens = beside_before;
-            float* const rows = rows_before;
+            const Finish finish = before;
+            const TileHead of = *finish.head;
             const auto finish_part = [&](auto part) LEAN_ALWAYS {
-                finish<TYPE, BOTH * part.value / 16, BOTH * (part.value + 1) / 16>(added, of, of_tokens, rows);
+                finish.template tokens<TYPE, BOTH * part.value / 16, BOTH * (part.value + 1) / 16>(added, of);
             };
             if (i == times - 1)
                 add_up<TYPE>(words, a, a + LOT * stride, stride, LOT, added, [&](auto part) LEAN_ALWAYS {
@@ -251,17 +261,15 @@ LEAN_INLINE void strips_tiles(const uint8_t* w, int strips, int64_t cols, const 
             else
                 add_up<TYPE>(words, a, a + LOT * stride, stride, LOT, added, finish_part);
             fetch.some(i, times);
-            head_before = &heads[b % 3];
-            beside_before = beside[g % 2] + i * BOTH;
-            rows_before = acc[strip] + STRIP * i * BOTH;
+            const bool last = g == groups - 1;
+            before = {.head = &heads[b % 3],
+                      .beside = beside[g % 2] + i * BOTH,
+                      .from = g == 0 ? zeros : acc[strip] + STRIP * i * BOTH,
+                      .to = last ? out + start_of(i) : acc_rows + i * BOTH,
+                      .at = last ? at + STRIP * strip : TILE * STRIP * strip};
         }
     }
-    finish<TYPE, 0, BOTH>(added, *head_before, beside_before, rows_before);
-    for (int strip = 0; strip < strips; ++strip)
-        for (int i = 0; i < times; ++i)
-            for (int t = 0; t < BOTH; ++t)
-                _mm512_storeu_ps(out[start_of(i) + t] + at + STRIP * strip,
-                                 _mm512_load_ps(acc[strip] + STRIP * (i * BOTH + t)));
+    before.template tokens<TYPE, 0, BOTH>(added, *before.head);
 }
 
 }  // namespace
