@@ -71,6 +71,27 @@ public:
         Engine::get().moe_ffn(plan_, call);
     }
 
+    // Some experts of one token: out[places[i]] of `rows` rows is that in slots[i].
+    void run_some(const std::vector<uintptr_t>& slots, const std::vector<int32_t>& places, uintptr_t x, uintptr_t out,
+                  int64_t rows, int kind, float limit, float alpha) const {
+        if (slots.size() != places.size()) throw std::invalid_argument("one place is wanted for each slot");
+        const std::vector<int32_t> token(slots.size(), 0);
+        FfnCall call;
+        for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
+        call.counts.assign(slots.size(), 1);
+        call.token = token.data();
+        call.dest = places.data();
+        call.pairs = static_cast<int64_t>(slots.size());
+        call.x = pointer<const float>(x);
+        call.tokens = 1;
+        call.places = rows;
+        call.out = pointer<float>(out);
+        call.activation = make_activation(kind, limit, alpha);
+        refuse_tape("an expert's product");
+        nb::gil_scoped_release released;
+        Engine::get().moe_ffn(plan_, call);
+    }
+
     // Tokens as the experts multiply them: `rounded_bytes` for each.
     void round(uintptr_t x, int64_t tokens, uintptr_t rounded) const {
         refuse_tape("rounding a prompt");
@@ -263,6 +284,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Plan::Spec&, const Plan::Spec&, const Plan::Spec&, int64_t>())
         .def("run", &Plan::run)
+        .def("run_some", &Plan::run_some)
         .def("run_resident", &Plan::run_resident)
         .def("round", &Plan::round)
         .def("rounded_bytes", &Plan::rounded_bytes);

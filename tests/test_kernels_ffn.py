@@ -381,3 +381,39 @@ def test_unknown_names_are_refused() -> None:
             room.moe_ffn(
                 _with(layout, "up", layout="rows32"), batch, torch.zeros(1, 64), torch.zeros(1, 64), "silu"
             )
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_some_experts_of_one_token_are_those_of_a_batch(types: tuple[str, str, str], isa: str) -> None:
+    rng = np.random.default_rng(5)
+    layout = expert_layout(types, inner=256, width=512)
+    slots = [random_slot(layout, rng) for _ in range(3)]
+    x, places = inputs(1, 512, rng), [4, 0, 2]
+    with using(isa):
+        mine, batch = torch.full((5, 512), torch.nan), torch.full((5, 512), torch.nan)
+        kernels.moe_some(layout, slots, places, x, mine)
+        kernels.moe_ffn(layout, ExpertBatch.of_token(slots, places, x.device), x, batch)
+    assert torch.equal(mine[places], batch[places])
+    assert mine[[1, 3]].isnan().all()  # rows of other experts are left alone
+
+
+@pytest.mark.parametrize(
+    ("places", "rows", "tokens", "wanted"),
+    [
+        ([0], 2, 1, "one place"),
+        ([0, 2], 2, 1, "dest index 2"),
+        ([1, 1], 2, 1, "row 1 twice"),
+        ([0, 1], 2, 2, "one token"),
+    ],
+)
+def test_some_experts_that_do_not_fit_are_refused(
+    places: list[int], rows: int, tokens: int, wanted: str
+) -> None:
+    rng = np.random.default_rng(6)
+    layout = expert_layout(("Q4_K", "Q4_K", "Q6_K"), inner=256, width=512)
+    slots = [random_slot(layout, rng) for _ in range(2)]
+    with pytest.raises(ValueError, match=wanted):
+        kernels.moe_some(layout, slots, places, inputs(tokens, 512, rng), torch.zeros(rows, 512))
+    with pytest.raises(ValueError, match="a slot must be"):
+        kernels.moe_some(layout, [slots[0][:-1]], [0], inputs(1, 512, rng), torch.zeros(1, 512))

@@ -64,6 +64,7 @@ __all__ = [
     "linear_each",
     "linear_group",
     "moe_ffn",
+    "moe_some",
     "moe_token",
     "put_tokens",
     "quantize",
@@ -171,6 +172,21 @@ def moe_ffn(
     """
     run = cpu_experts.moe_ffn if x.device.type == "cpu" else torch_reference.moe_ffn
     run(layout, batch, x, out, activation, weights)
+
+
+def moe_some(
+    layout: ExpertLayout,
+    slots: Sequence[torch.Tensor],
+    places: Sequence[int],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    activation: str = "silu",
+) -> None:
+    """out[places[i]] = the expert in slots[i] applied to the one token x [1, D], as `moe_ffn` does; out is [R, D]."""
+    if x.is_cpu:
+        cpu_experts.moe_some(layout, slots, places, x, out, activation)
+    else:
+        moe_ffn(layout, ExpertBatch.of_token(slots, places, x.device), x, out, activation)
 
 
 def expert_input(layout: ExpertLayout, tokens: int, device: torch.device) -> torch.Tensor:

@@ -23,6 +23,17 @@ class Plan:
         limit: float,
         alpha: float,
     ) -> None: ...
+    def run_some(
+        self,
+        slots: Sequence[int],
+        places: Sequence[int],
+        x: int,
+        out: int,
+        rows: int,
+        kind: int,
+        limit: float,
+        alpha: float,
+    ) -> None: ...
     def round(self, x: int, tokens: int, rounded: int) -> None: ...
     def rounded_bytes(self) -> int: ...
     def run_resident(

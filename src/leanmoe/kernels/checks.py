@@ -1,6 +1,7 @@
 """Checks of what a product is given. A bad call raises `ValueError` before anything is read."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -129,8 +130,13 @@ def check_batch(
             raise ValueError(f"x and out have {len(x)} and {len(out)} rows: a sum is of what each token has")
     if batch.token.shape != batch.dest.shape or len(batch.slots) != len(batch.counts):
         raise ValueError("a batch needs as many counts as slots, and as many dest as token indices")
+    check_slots(layout, batch.slots, device)
+
+
+def check_slots(layout: ExpertLayout, slots: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Each slot must hold a whole expert of this layout on `device`."""
     size = layout.file_bytes
-    for slot in batch.slots:
+    for slot in slots:
         if (
             slot.dtype != torch.uint8
             or slot.numel() != size
@@ -141,6 +147,16 @@ def check_batch(
                 f"a slot must be {size} contiguous uint8 on {device}, "
                 f"not {slot.numel()} {slot.dtype} on {slot.device}"
             )
+
+
+def check_one_token(x: torch.Tensor, out: torch.Tensor, width: int) -> None:
+    """x [1, D] and out [R, D] must be those of a token and some experts of width D."""
+    check_tensor("x", x, torch.float32, 2, x.device)
+    check_tensor("out", out, torch.float32, 2, x.device)
+    if x.shape != (1, width) or out.shape[1] != width:
+        raise ValueError(
+            f"x {tuple(x.shape)} and out {tuple(out.shape)} are not of one token and experts of width {width}"
+        )
 
 
 def check_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -3,11 +3,21 @@
 What `cpu` says of an output's bits holds here too.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from leanmoe.errors import UnsupportedError
 from leanmoe.kernels import _cpu
-from leanmoe.kernels.checks import check_batch, check_indices, check_layout, check_tensor, check_token
+from leanmoe.kernels.checks import (
+    check_batch,
+    check_indices,
+    check_layout,
+    check_one_token,
+    check_slots,
+    check_tensor,
+    check_token,
+)
 from leanmoe.kernels.cpu import LAYOUTS, PRODUCTS, linear
 from leanmoe.kernels.tape import empty, recording
 from leanmoe.kernels.torch_reference import deliver, pairs_by_expert
@@ -55,6 +65,25 @@ def moe_ffn(
         out.data_ptr(),
         *act.numbers,
     )
+
+
+def moe_some(
+    layout: ExpertLayout,
+    slots: Sequence[torch.Tensor],
+    places: Sequence[int],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    name: str = "silu",
+) -> None:
+    """As `kernels.moe_some`; raises as `moe_ffn` does. In few steps: under a limit decoding calls it in every layer."""
+    _, plan, _, width = _plans.get(id(layout)) or _make_plan(layout)
+    if plan is None:
+        moe_ffn(layout, ExpertBatch.of_token(slots, places, x.device), x, out, name)
+        return
+    check_one_token(x, out, width)
+    check_slots(layout, slots, x.device)
+    pointers = [slot.data_ptr() for slot in slots]
+    plan.run_some(pointers, places, x.data_ptr(), out.data_ptr(), len(out), *activation(name).numbers)
 
 
 def expert_input(layout: ExpertLayout, tokens: int) -> torch.Tensor:

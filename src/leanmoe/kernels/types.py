@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 
@@ -52,6 +52,12 @@ class ExpertBatch:
     counts: Sequence[int]
     token: torch.Tensor
     dest: torch.Tensor
+
+    @classmethod
+    def of_token(cls, slots: Sequence[torch.Tensor], places: Sequence[int], device: torch.device) -> Self:
+        """Each expert with token 0; that in slots[i] writes row places[i]."""
+        dest = torch.tensor(places, dtype=torch.int32, device=device)
+        return cls(slots, [1] * len(slots), torch.zeros_like(dest), dest)
 
 
 @dataclass(frozen=True, slots=True)

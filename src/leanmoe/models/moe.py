@@ -21,6 +21,7 @@ from leanmoe.kernels import (
     linear,
     linear_group,
     moe_ffn,
+    moe_some,
     moe_token,
     put_tokens,
     sigmoid_gate,
@@ -205,18 +206,24 @@ class _Visit:
 
     def compute(self, _: object) -> None:
         """The experts' products, as they become ready. Raises `ExpertReadError` if one cannot be read."""
-        moe, k, device = self._moe, self._routing.ids.shape[1], self._x.device
         groups, self._groups = self._groups, None
         assert groups is not None
-        weights = self._routing.weights.view(-1) if self._phase is Phase.PREFILL else None
+        one_token = self._phase is Phase.DECODE and len(self._x) == 1
         with groups:
             for leases in groups:
+                slots = [lease.data for lease in leases]
                 mine = [self._rows[lease.expert] for lease in leases]
-                index = _index(mine, k, device)
-                batch = ExpertBatch(
-                    [lease.data for lease in leases], [len(r) for r in mine], index[0], index[1]
-                )
-                moe_ffn(moe.layout, batch, self._x, self._outputs, moe.activation, weights)
+                if one_token:
+                    places = [rows[0] for rows in mine]
+                    moe_some(self._moe.layout, slots, places, self._x, self._outputs, self._moe.activation)
+                else:
+                    self._multiply(slots, mine)
+
+    def _multiply(self, slots: list[torch.Tensor], mine: list[Places]) -> None:
+        index = _index(mine, self._routing.ids.shape[1], self._x.device)
+        batch = ExpertBatch(slots, [len(rows) for rows in mine], index[0], index[1])
+        weights = self._routing.weights.view(-1) if self._phase is Phase.PREFILL else None
+        moe_ffn(self._moe.layout, batch, self._x, self._outputs, self._moe.activation, weights)
 
 
 class DenseBesideMoE:
