@@ -76,20 +76,9 @@ public:
                   int64_t rows, int kind, float limit, float alpha) const {
         if (slots.size() != places.size()) throw std::invalid_argument("one place is wanted for each slot");
         const std::vector<int32_t> token(slots.size(), 0);
-        FfnCall call;
-        for (uintptr_t slot : slots) call.slots.push_back(pointer<const uint8_t>(slot));
-        call.counts.assign(slots.size(), 1);
-        call.token = token.data();
-        call.dest = places.data();
-        call.pairs = static_cast<int64_t>(slots.size());
-        call.x = pointer<const float>(x);
-        call.tokens = 1;
-        call.places = rows;
-        call.out = pointer<float>(out);
-        call.activation = make_activation(kind, limit, alpha);
-        refuse_tape("an expert's product");
-        nb::gil_scoped_release released;
-        Engine::get().moe_ffn(plan_, call);
+        run(slots, std::vector<int64_t>(slots.size(), 1), reinterpret_cast<uintptr_t>(token.data()),
+            reinterpret_cast<uintptr_t>(places.data()), static_cast<int64_t>(slots.size()), x, 0, 1, 0, rows, out, kind,
+            limit, alpha);
     }
 
     // Tokens as the experts multiply them: `rounded_bytes` for each.

@@ -185,7 +185,7 @@ template <int FIRST, int LAST, class F> LEAN_INLINE void for_parts(F&& body) {
 }
 
 constexpr int64_t GROUPS_AHEAD = 3;  // that weights are fetched into the second cache
-constexpr int STRIPS = 8;  // at most, that share a block's activations while these are in the first cache
+constexpr int STRIPS = ROW_CHUNK / STRIP;  // at most, that share a block's activations: all of a task
 
 // As strip_256_many, for some strips and n tokens whose activations are `stride` bytes apart: each time BOTH of them in two
 // lots, the last time some that have been before. While the tiles add up, vectors finish what was added before and unpack the

@@ -149,16 +149,6 @@ def check_slots(layout: ExpertLayout, slots: Sequence[torch.Tensor], device: tor
             )
 
 
-def check_one_token(x: torch.Tensor, out: torch.Tensor, width: int) -> None:
-    """x [1, D] and out [R, D] must be those of a token and some experts of width D."""
-    check_tensor("x", x, torch.float32, 2, x.device)
-    check_tensor("out", out, torch.float32, 2, x.device)
-    if x.shape != (1, width) or out.shape[1] != width:
-        raise ValueError(
-            f"x {tuple(x.shape)} and out {tuple(out.shape)} are not of one token and experts of width {width}"
-        )
-
-
 def check_convolution(recent: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """The tensors of a short convolution over at least two tokens must fit each other."""
     for name, tensor in (("x", x), ("recent", recent), ("weight", weight)):
@@ -262,16 +252,22 @@ def check_sum(
             raise ValueError(f"rows {tuple(rows.shape)} have no {name} {tuple(tensor.shape)}")
 
 
+def check_one_token(x: torch.Tensor, out: torch.Tensor, width: int) -> None:
+    """x [1, D] and out [R, D] must be those of a token and some experts of width D."""
+    check_tensor("x", x, torch.float32, 2, x.device)
+    check_tensor("out", out, torch.float32, 2, x.device)
+    if x.shape != (1, width) or out.shape[1] != width:
+        raise ValueError(
+            f"x {tuple(x.shape)} and out {tuple(out.shape)} are not of one token and experts of width {width}"
+        )
+
+
 def check_token(ids: torch.Tensor, x: torch.Tensor, out: torch.Tensor, width: int) -> None:
     """One token's experts ids [1, k], x [1, D] and out [k, D] must fit experts of width D."""
     check_tensor("ids", ids, torch.int64, 2, x.device)
-    check_tensor("x", x, torch.float32, 2, x.device)
-    check_tensor("out", out, torch.float32, 2, x.device)
-    if x.shape != (1, width) or ids.shape[0] != 1 or out.shape != (ids.shape[1], width):
-        raise ValueError(
-            f"ids {tuple(ids.shape)}, x {tuple(x.shape)} and out {tuple(out.shape)} are not those of one token "
-            f"and experts of width {width}"
-        )
+    check_one_token(x, out, width)
+    if ids.shape != (1, len(out)):
+        raise ValueError(f"ids {tuple(ids.shape)} are not those of one token, with out {tuple(out.shape)}")
 
 
 def check_add(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None) -> None:
